@@ -1,0 +1,1 @@
+"""Federated bilevel optimization on PyTorch."""
