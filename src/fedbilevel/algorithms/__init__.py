@@ -1,0 +1,52 @@
+"""Every method by name. One paper, one file; `register` works from outside the package too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from fedbilevel import checks
+from fedbilevel.algorithms.base import Algorithm, State
+from fedbilevel.phase import Message, Phase
+
+A = TypeVar("A", bound=type[Algorithm])
+_registry: dict[str, type[Algorithm]] = {}
+
+
+def register(name: str) -> Callable[[A], A]:
+    """Class decorator: make an algorithm known by `name`."""
+
+    def enrol(cls: A) -> A:
+        if name in _registry:
+            raise ValueError(f"an algorithm named {name!r} is registered already")
+        cls.name = name
+        _registry[name] = cls
+        return cls
+
+    return enrol
+
+
+def names() -> list[str]:
+    return list(_registry)
+
+
+def get(name: str) -> type[Algorithm]:
+    return _registry[checks.one_of("algorithm", name, _registry)]
+
+
+from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO  # noqa: E402  (they register themselves)
+from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
+
+__all__ = [
+    "ASFBO",
+    "LAASFBO",
+    "Algorithm",
+    "Message",
+    "Phase",
+    "ShroFBO",
+    "SimFBO",
+    "State",
+    "get",
+    "names",
+    "register",
+]

@@ -1,0 +1,70 @@
+"""What an algorithm is: frozen settings, the phases its clients run, `init` and `iterate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+from fedbilevel import checks
+from fedbilevel.federation.base import Federation
+from fedbilevel.phase import Phase
+from fedbilevel.problem import Problem
+from fedbilevel.tree import Tree
+
+
+class State(Protocol):
+    """The server's state: a NamedTuple of trees and numbers, among them x and y."""
+
+    @property
+    def x(self) -> Tree: ...
+
+    @property
+    def y(self) -> Tree: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(ABC):
+    """One method. Settings are fields, checked at construction; a step size is a float or a schedule.
+
+    solves: "global" (the true hypergradient), "local" (averages local hypergradients: biased on heterogeneous clients)
+    or "single" (a single-level baseline). lower_level: the kind of problem it is for.
+    """
+
+    name: ClassVar[str]
+    solves: ClassVar[Literal["global", "local", "single"]] = "global"
+    lower_level: ClassVar[Literal["shared", "private"]] = "shared"
+    phases: ClassVar[Mapping[str, type[Phase]]]
+
+    def __post_init__(self) -> None:
+        for step in self._steps():
+            if not callable(value := getattr(self, step)):
+                checks.positive(step, value)
+
+    @classmethod
+    def _steps(cls) -> list[str]:
+        return [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.name.startswith(("lr_", "server_lr_")) and "bounds" not in f.name
+        ]
+
+    def at(self, t: int) -> Self:
+        """The settings in force at iteration t: schedules become numbers."""
+        moving = {step: value(t) for step in self._steps() if callable(value := getattr(self, step))}
+        return dataclasses.replace(self, **moving) if moving else self
+
+    def check(self, problem: Problem) -> None:
+        if problem.lower_level != self.lower_level:
+            raise ValueError(
+                f"{self.name} is for a {self.lower_level} lower level; this problem's is {problem.lower_level}"
+            )
+
+    @abstractmethod
+    def init(self, problem: Problem) -> Any:
+        """The state before the first iteration."""
+
+    @abstractmethod
+    def iterate(self, s: Any, fed: Federation) -> Any:
+        """One outer iteration: the server's program."""

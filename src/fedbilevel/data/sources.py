@@ -1,0 +1,160 @@
+"""How each data set is read from its files, and how those files are written after a download."""
+
+import gzip
+import io
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Labelled = tuple[Tensor, Tensor]
+Rows = Mapping[str, Iterable[Mapping[str, Any]]]  # Hugging Face: split -> rows, images decoded by Pillow
+
+CLASSES = 10  # in every data set here
+
+MNIST = {  # split -> (images, labels)
+    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+}
+CIFAR10 = {"train": "train.parquet", "test": "test.parquet"}
+
+
+class Source(NamedTuple):
+    files: tuple[str, ...]
+    read: Callable[[Path], tuple[Labelled, Labelled]]
+    repository: str  # on Hugging Face
+    write: Callable[[Rows, Path], None]
+
+
+def read_digits() -> tuple[Labelled, Labelled]:
+    """The 1797 digits of 8x8 pixels inside scikit-learn; a fifth of each class, always the same, is for testing."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    rng = np.random.default_rng(np.random.SeedSequence(0))
+    shuffled = [rng.permutation(np.flatnonzero(labels == label)) for label in range(CLASSES)]
+    train = np.sort(np.concatenate([rows[round(len(rows) / 5) :] for rows in shuffled]))
+    test = np.sort(np.concatenate([rows[: round(len(rows) / 5)] for rows in shuffled]))
+    x = torch.from_numpy(images / 16).float().reshape(-1, 1, 8, 8)
+    x = (x - x[train].mean()) / x[train].std()
+    y = torch.from_numpy(labels).long()
+    return (x[train], y[train]), (x[test], y[test])
+
+
+def read_mnist(folder: Path) -> tuple[Labelled, Labelled]:
+    """MNIST (LeCun et al. 1998) from its four gzipped idx files."""
+    return _read_mnist_split(folder, "train"), _read_mnist_split(folder, "test")
+
+
+def _read_mnist_split(folder: Path, split: str) -> Labelled:
+    images, labels = (read_idx(folder / file, axes) for file, axes in zip(MNIST[split], (3, 1), strict=True))
+    _check(images, labels, (28, 28), folder / MNIST[split][1])
+    x = torch.from_numpy(images).float().div_(255).sub_(0.1307).div_(0.3081)
+    return x.unsqueeze(1), torch.from_numpy(labels).long()
+
+
+def read_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
+    """CIFAR-10 (Krizhevsky 2009) from parquet files with the columns img (an encoded image) and label.
+
+    The pixels are those of the files. A download keeps the original ones (PNG); the copy that our own results come from
+    is a lossy JPEG re-encoding, whose accuracies are not strictly comparable with published ones.
+    """
+    return _read_cifar10_split(folder / CIFAR10["train"]), _read_cifar10_split(folder / CIFAR10["test"])
+
+
+def _read_cifar10_split(file: Path) -> Labelled:
+    try:
+        from PIL import Image
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ImportError(f"reading {file} needs pyarrow and pillow, which fedbilevel[data] installs") from error
+    try:
+        table = parquet.read_table(file, columns=["img", "label"])
+        images = np.stack([np.asarray(Image.open(io.BytesIO(img)).convert("RGB")) for img in table["img"].to_pylist()])
+    except (ArrowException, OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file} must be parquet with the columns img (encoded images of one size) and label"
+        ) from error
+    labels = table["label"].to_numpy()
+    _check(images, labels, (32, 32, 3), file)
+    mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).reshape(2, 3, 1, 1)
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float().div_(255).sub_(mean).div_(std)
+    return x, torch.from_numpy(labels.astype(np.int64))
+
+
+def read_idx(file: Path, axes: int) -> NDArray[np.uint8]:
+    """The array of unsigned bytes in a gzipped idx file: magic 0x0800 + axes, big-endian sizes, then the bytes."""
+    try:
+        content = gzip.decompress(file.read_bytes())
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} is not a complete gzip file") from error
+    magic, *shape = (int.from_bytes(content[4 * i : 4 * i + 4]) for i in range(axes + 1))
+    if magic != 0x0800 + axes:
+        raise ValueError(
+            f"{file} begins with {magic:#010x}; it must begin with the idx magic number {0x0800 + axes:#010x}"
+        )
+    body = np.frombuffer(bytearray(content[4 * (axes + 1) :]), dtype=np.uint8)  # a bytearray is writable, for torch
+    if len(body) != math.prod(shape):
+        raise ValueError(f"{file} holds {len(body)} bytes; its sizes {shape} need {math.prod(shape)}")
+    return body.reshape(shape)
+
+
+def _check(images: NDArray[np.uint8], labels: NDArray[Any], shape: tuple[int, ...], file: Path) -> None:
+    needed = (len(labels), *shape)
+    if images.shape != needed:
+        raise ValueError(f"{file} has {len(labels)} labels, which need images of shape {needed}, not {images.shape}")
+    wrong = np.flatnonzero(~np.isin(labels, np.arange(CLASSES)))
+    if len(wrong):
+        raise ValueError(f"{file} has the label {labels[wrong[0]]} at row {wrong[0]}; it must be 0 to {CLASSES - 1}")
+
+
+def download(source: Source, folder: Path) -> None:
+    """Fetch from Hugging Face and put the files that `source.read` reads into `folder`, each of them whole."""
+    from datasets import load_dataset
+
+    rows = load_dataset(source.repository)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        source.write(rows, Path(unfinished))
+        for file in source.files:
+            os.replace(Path(unfinished, file), folder / file)
+
+
+def _write_mnist(rows: Rows, folder: Path) -> None:
+    for split, (images, labels) in MNIST.items():
+        pairs = [(np.asarray(row["image"], dtype=np.uint8), row["label"]) for row in rows[split]]
+        write_idx(folder / images, np.stack([image for image, _ in pairs]))
+        write_idx(folder / labels, np.array([label for _, label in pairs], dtype=np.uint8))
+
+
+def write_idx(file: Path, array: NDArray[np.uint8]) -> None:
+    """The inverse of `read_idx`."""
+    header = np.array([0x0800 + array.ndim, *array.shape], dtype=">u4")
+    file.write_bytes(gzip.compress(header.tobytes() + array.tobytes()))
+
+
+def _write_cifar10(rows: Rows, folder: Path) -> None:
+    from pyarrow import parquet, table
+
+    def png(image: Any) -> bytes:
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        return buffer.getvalue()
+
+    for split, file in CIFAR10.items():
+        pairs = [(png(row["img"]), row["label"]) for row in rows[split]]
+        parquet.write_table(table({"img": [img for img, _ in pairs], "label": [y for _, y in pairs]}), folder / file)
+
+
+SOURCES = {
+    "mnist": Source((*MNIST["train"], *MNIST["test"]), read_mnist, "ylecun/mnist", _write_mnist),
+    "cifar10": Source(tuple(CIFAR10.values()), read_cifar10, "uoft-cs/cifar10", _write_cifar10),
+}

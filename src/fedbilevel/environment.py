@@ -1,0 +1,70 @@
+"""The conditions a method meets: who takes part, how long each client works, on how much data at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fedbilevel import checks
+from fedbilevel.rng import fold_in, integers
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Participation, local steps and batch size.
+
+    participation: clients a round as a whole number, or a fraction in (0, 1]; 1.0 is everyone.
+    local_steps: a number, a tuple (low, high) drawn for each client each round, or a list, one entry a client.
+    batch_size: samples a mini-batch, drawn without replacement; None is the full batch.
+    min_replies: an exchange with fewer accepted replies ends the run.
+    """
+
+    participation: int | float = 1.0
+    local_steps: int | tuple[int, int] | list[int] = 1
+    batch_size: int | None = None
+    min_replies: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.participation, float):
+            checks.fraction("participation", self.participation)
+        else:
+            checks.integer("participation", self.participation, least=1)
+        if isinstance(self.local_steps, (tuple, list)):
+            for steps in self.local_steps:
+                checks.integer("local_steps", steps, least=1)
+            if isinstance(self.local_steps, tuple) and not (
+                len(self.local_steps) == 2 and self.local_steps[0] <= self.local_steps[1]
+            ):
+                raise ValueError(f"local_steps is {self.local_steps}; a tuple must be (low, high) with low <= high")
+        else:
+            checks.integer("local_steps", self.local_steps, least=1)
+        if self.batch_size is not None:
+            checks.integer("batch_size", self.batch_size, least=1)
+        checks.integer("min_replies", self.min_replies, least=1)
+
+    def check(self, clients: int) -> None:
+        """What can only be known with the clients at hand."""
+        if isinstance(self.participation, int) and self.participation > clients:
+            raise ValueError(f"participation is {self.participation}; there are only {clients} clients")
+        if self.min_replies > self.cohort(clients):
+            raise ValueError(
+                f"min_replies is {self.min_replies}; only {self.cohort(clients)} clients are asked a round"
+            )
+        if isinstance(self.local_steps, list) and len(self.local_steps) != clients:
+            raise ValueError(f"local_steps is a list of {len(self.local_steps)} entries; there are {clients} clients")
+
+    def cohort(self, clients: int) -> int:
+        """How many clients a round has."""
+        if isinstance(self.participation, int):
+            return self.participation
+        return max(1, round(self.participation * clients))
+
+    def steps(self, keys: torch.Tensor, clients: Sequence[int]) -> list[int]:
+        """tau_i of these clients, one key each."""
+        if isinstance(self.local_steps, list):
+            return [self.local_steps[client] for client in clients]
+        if isinstance(self.local_steps, tuple):
+            return integers(fold_in(keys, 0), *self.local_steps).tolist()
+        return [self.local_steps] * len(clients)

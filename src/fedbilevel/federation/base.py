@@ -1,0 +1,181 @@
+"""What an algorithm sees of a federation: `ask`, `post`, `collect`, and the replies; and the ledger of what it cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedbilevel.problem import Problem
+from fedbilevel.tree import Tree, is_finite
+
+log = logging.getLogger("fedbilevel")
+
+
+class ClientError(RuntimeError):
+    """A client's own code failed; the message names the client, the phase and the round."""
+
+
+class QuorumError(RuntimeError):
+    """An exchange ended with fewer accepted replies than the environment's `min_replies`."""
+
+
+@dataclass
+class Cost:
+    """What one phase has cost so far; `samples` counts what was drawn, `gradients` what was evaluated."""
+
+    rounds: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    samples: int = 0
+    gradients: int = 0
+
+
+@dataclass
+class Ledger:
+    """Everything a run has cost, by phase; kept by the runtime alone."""
+
+    phases: dict[str, Cost] = field(default_factory=dict)
+    iterations: int = 0
+    virtual_s: float = 0.0
+    wall_s: float = 0.0
+    refused_replies: int = 0
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any]) -> Ledger:
+        return cls(**{**values, "phases": {name: Cost(**cost) for name, cost in values["phases"].items()}})
+
+    def phase(self, name: str) -> Cost:
+        return self.phases.setdefault(name, Cost())
+
+    @property
+    def rounds(self) -> int:
+        return sum(cost.rounds for cost in self.phases.values())
+
+    def totals(self) -> dict[str, int]:
+        return {f.name: sum(getattr(cost, f.name) for cost in self.phases.values()) for f in fields(Cost)}
+
+
+class Reply(NamedTuple):
+    """One client's answer: `staleness` counts the server's iterations between its fetch and its arrival."""
+
+    client: int
+    steps: int
+    staleness: int
+    values: Mapping[str, Any]
+
+
+class Federation(Protocol):
+    """`ask` is a barrier and one communication round; `post` and `collect` are the same without the barrier."""
+
+    problem: Problem
+    ledger: Ledger
+
+    def __len__(self) -> int:
+        """The number of registered clients."""
+        ...
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        ...
+
+    def sample(self) -> list[int]:
+        """The cohort of a round: distinct clients, drawn uniformly."""
+        ...
+
+    def ask(
+        self, phase: str, clients: Sequence[int], *, each: Sequence[Mapping[str, Any]] | None = None, **shared: Any
+    ) -> Replies:
+        """Send `shared` to everyone and `each[j]` to `clients[j]`, wait for all replies."""
+        ...
+
+    def post(
+        self, phase: str, clients: Sequence[int], *, each: Sequence[Mapping[str, Any]] | None = None, **shared: Any
+    ) -> None:
+        """Send without waiting."""
+        ...
+
+    def collect(self, count: int) -> Replies:
+        """The next `count` arrivals."""
+        ...
+
+    def record(self, **values: float | Tensor) -> None:
+        """An algorithm's own numbers for the metrics; averaged between evaluations."""
+        ...
+
+
+class Replies:
+    """The accepted replies of one exchange: their weighted means and, where the phase allows, each by itself.
+
+    `mean` applies p~_i = (n / |C|) p_i, where |C| counts accepted replies: it is for directions and displacements,
+    whose expectation over cohorts it gets right, never for iterates (p~ sums to 1 only when the weights are uniform).
+    """
+
+    def __init__(self, phase: str, place: str, summed: bool) -> None:
+        self.phase, self.place, self.summed = phase, place, summed
+        self.refused: list[str] = []
+        self._replies: list[Reply] = []
+        self._sums: dict[str, Any] = {}
+
+    def add(
+        self,
+        clients: Sequence[int],
+        steps: Sequence[int],
+        scales: Sequence[float],
+        values: dict[str, Any],
+        staleness: int,
+    ) -> None:
+        """Take a stack of replies (leading axis: clients), each weighted by its n p_i; those not finite are refused."""
+        values = {**values, "steps": torch.tensor(steps, dtype=torch.float64)}
+        sums = _weighted_sum(scales, values)
+        if not is_finite(sums):
+            good = [self._check(client, _row(values, j)) for j, client in enumerate(clients)]
+            keep = [j for j, ok in enumerate(good) if ok]
+            if not keep:
+                return
+            clients, steps, scales = ([seq[j] for j in keep] for seq in (clients, steps, scales))  # type: ignore[assignment]
+            values = pytree.tree_map(lambda t: t[keep], values)
+            sums = _weighted_sum(scales, values)
+        self._sums = pytree.tree_map(torch.add, self._sums, sums) if self._sums else sums
+        self._replies += [
+            Reply(client, steps[j], staleness, {} if self.summed else _row(values, j))
+            for j, client in enumerate(clients)
+        ]
+
+    def _check(self, client: int, values: Mapping[str, Any]) -> bool:
+        wrong = [name for name, value in values.items() if not is_finite(value)]
+        if wrong:
+            self.refused.append(f"client {client}: {wrong[0]} is not finite")
+            log.warning("%s: reply refused, %s", self.place, self.refused[-1])
+        return not wrong
+
+    def mean(self, name: str) -> Any:
+        """sum over C of p~_i value_i: a tree, or a number for scalars and "steps"."""
+        if name not in self._sums:
+            raise KeyError(f"phase {self.phase!r} replies with {', '.join(self._sums)}, not {name!r}")
+        total = pytree.tree_map(lambda t: t / len(self), self._sums[name])
+        return total if isinstance(total, Tree) else float(total)
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def __iter__(self) -> Iterator[Reply]:
+        return iter(self._replies)
+
+
+def _weighted_sum(scales: Sequence[float], values: dict[str, Any]) -> dict[str, Any]:
+    def total(stack: Tensor) -> Tensor:
+        weights = torch.tensor(scales, dtype=stack.dtype, device=stack.device)
+        return (weights @ stack.reshape(len(stack), -1)).reshape(stack.shape[1:])
+
+    return pytree.tree_map(total, values)  # type: ignore[no-any-return]
+
+
+def _row(values: dict[str, Any], j: int) -> dict[str, Any]:
+    return pytree.tree_map(lambda t: t[j], values)  # type: ignore[no-any-return]

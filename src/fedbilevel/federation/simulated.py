@@ -1,0 +1,290 @@
+"""A federation on one machine: the clients of a round run as one stack under `vmap`, in chunks, or one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedbilevel import checks
+from fedbilevel.environment import Environment
+from fedbilevel.federation.base import ClientError, Cost, Ledger, QuorumError, Replies
+from fedbilevel.federation.batches import Batches, shape
+from fedbilevel.oracle import Oracle
+from fedbilevel.phase import Message, Phase
+from fedbilevel.problem import ClientData, Problem, client_weights
+from fedbilevel.rng import fold_in, root, subset
+from fedbilevel.tree import nbytes
+
+if TYPE_CHECKING:
+    from fedbilevel.algorithms.base import Algorithm
+
+Each = Sequence[Mapping[str, Any]] | None
+
+
+class Assignment(NamedTuple):
+    """One client's share of an exchange. `key`, from a number unique in the run, is the root of the client's draws."""
+
+    client: int
+    steps: int
+    each: Mapping[str, Any]
+    key: Tensor
+
+
+class Exchange(NamedTuple):
+    """What all clients of one `ask` have in common."""
+
+    phase: str
+    role: Phase
+    shared: Mapping[str, Any]
+    place: str
+
+
+Part = tuple[list[Assignment], dict[str, Any]]  # some clients' tasks, and the stack of their replies
+Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class SimulatedFederation:
+    """Runs an algorithm's phases on clients held in memory (any sequence; a lazy one is asked only for the cohort).
+
+    mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes; "loop" runs them
+    one by one, for debugging and for losses that `vmap` cannot take. Both see the same draws and agree to rounding.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        clients: Sequence[ClientData],
+        algorithm: Algorithm,
+        environment: Environment | None = None,
+        *,
+        weights: str | Sequence[float] = "uniform",
+        seed: int = 0,
+        device: str = "cpu",
+        mode: Literal["stack", "loop"] = "stack",
+        memory: int = 2**31,
+    ) -> None:
+        if len(clients) == 0:
+            raise ValueError("clients is empty; a federation needs at least one")
+        self.problem, self.clients, self.settings = problem, clients, algorithm
+        self.environment = environment or Environment()
+        self.environment.check(len(clients))
+        self.weights = client_weights(weights, clients)
+        self.seed, self.device, self.memory = checks.integer("seed", seed, least=0), device, memory
+        self.mode = checks.one_of("mode", mode, ("stack", "loop"))
+        algorithm.check(problem)
+        on_client(0, "before round 1", lambda: problem.check(clients[0]))
+        self.ledger = Ledger()
+        self.cohorts = 0
+        self.assignments = 0
+        self._records: dict[str, list[float]] = defaultdict(list)
+        self._footprints: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @property
+    def now(self) -> float:
+        return self.ledger.virtual_s
+
+    def sample(self) -> list[int]:
+        key = fold_in(root(self.seed, "cohort"), self.cohorts)
+        self.cohorts += 1
+        return subset(key, len(self), self.environment.cohort(len(self)))
+
+    def record(self, **values: float | Tensor) -> None:
+        for name, value in values.items():
+            self._records[name].append(float(value))
+
+    def records(self) -> dict[str, float]:
+        """The means of what was recorded since the last call."""
+        means = {name: sum(values) / len(values) for name, values in self._records.items()}
+        self._records.clear()
+        return means
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything but the state that the next iteration depends on or adds to."""
+        return {
+            "ledger": asdict(self.ledger),
+            "cohorts": self.cohorts,
+            "assignments": self.assignments,
+            "records": {name: list(values) for name, values in self._records.items()},
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        self.ledger = Ledger.load(snapshot["ledger"])
+        self.cohorts, self.assignments = snapshot["cohorts"], snapshot["assignments"]
+        self._records = defaultdict(list, {name: list(values) for name, values in snapshot["records"].items()})
+
+    def post(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> None:
+        raise RuntimeError("post needs the clock: a simulated federation without delays only has ask")
+
+    def collect(self, count: int) -> Replies:
+        raise RuntimeError("collect needs the clock: a simulated federation without delays only has ask")
+
+    def ask(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> Replies:
+        role, cost = self.settings.phases[phase](self.settings), self.ledger.phase(phase)
+        cost.rounds += 1
+        exchange = Exchange(phase, role, shared, f"phase {phase!r}, round {self.ledger.rounds}")
+        replies = Replies(phase, exchange.place, role.summed)
+        work = self._assign(exchange, clients, each)
+        for chunk in self._chunks(exchange, work):
+            for part, values in self._run(exchange, chunk, cost):
+                _validate(exchange, values, self.problem, len(part))
+                cost.bytes_up += nbytes(values)
+                scales = [len(self) * self.weights[w.client] for w in part]
+                replies.add([w.client for w in part], [w.steps for w in part], scales, values, staleness=0)
+        cost.bytes_down += sum(nbytes(shared) + nbytes(dict(w.each)) for w in work)
+        self.ledger.refused_replies += len(replies.refused)
+        if len(replies) < self.environment.min_replies:
+            why = f" ({replies.refused[0]})" if replies.refused else ""
+            raise QuorumError(
+                f"{exchange.place}: {len(replies)} of {len(work)} replies were accepted, "
+                f"at least {self.environment.min_replies} needed{why}"
+            )
+        return replies
+
+    def _assign(self, exchange: Exchange, clients: Sequence[int], each: Each) -> list[Assignment]:
+        """Key the draws of each task and say how many steps it takes."""
+        for client in clients:
+            checks.integer("client", client, least=0, most=len(self) - 1)
+        if each is not None and len(each) != len(clients):
+            raise ValueError(f"each has {len(each)} entries; it must have one for each of {len(clients)} clients")
+        numbers = torch.arange(self.assignments, self.assignments + len(clients))
+        self.assignments += len(clients)
+        keys = fold_in(fold_in(root(self.seed, exchange.phase), numbers), torch.tensor(clients))
+        steps = exchange.role.steps
+        taus = self.environment.steps(fold_in(keys, 0), clients) if steps == "local" else [steps] * len(clients)
+        own = each or [{}] * len(clients)
+        return [Assignment(*parts) for parts in zip(clients, taus, own, fold_in(keys, 1), strict=True)]
+
+    def _chunks(self, exchange: Exchange, work: list[Assignment]) -> Iterator[list[Assignment]]:
+        """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
+        groups: dict[Hashable, list[Assignment]] = defaultdict(list)
+        for w in work:
+            data = on_client(w.client, exchange.place, functools.partial(self.clients.__getitem__, w.client))
+            sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(w.each))
+            groups[exchange.phase, shape(data, exchange.role.batch, self.environment.batch_size), repr(sent)].append(w)
+        for form, group in groups.items():
+            size = 1 if self.mode == "loop" else max(1, self.memory // self._footprint(form, exchange, group[0]))
+            group.sort(key=lambda w: -w.steps)
+            yield from (group[start : start + size] for start in range(0, len(group), size))
+
+    def _footprint(self, form: Hashable, exchange: Exchange, first: Assignment) -> int:
+        """Bytes a client needs at most: one step of one client is run, and everything it allocates is added up."""
+        if form not in self._footprints:
+            with _Allocations() as allocations:
+                self._alone(exchange, first._replace(steps=1), Cost())
+            self._footprints[form] = max(allocations.bytes, 1)
+        return self._footprints[form]
+
+    def _run(self, exchange: Exchange, work: list[Assignment], cost: Cost) -> Iterable[Part]:
+        """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
+        if self.mode == "loop":
+            return self._alone(exchange, work[0], cost)
+        try:
+            return list(self._run_stack(exchange, work, stacked, cost))
+        except Exception as error:
+            for w in work:
+                self._alone(exchange, w, Cost())
+            raise ClientError(
+                f"{exchange.place}: every client runs by itself but not in a stack, because of "
+                f"{type(error).__name__}: {_first_line(error)} (mode='loop' runs them one by one)"
+            ) from error
+
+    def _alone(self, exchange: Exchange, w: Assignment, cost: Cost) -> list[Part]:
+        run = on_client(w.client, exchange.place, lambda: list(self._run_stack(exchange, [w], _single, cost)))
+        return cast(list[Part], run)
+
+    def _run_stack(self, exchange: Exchange, work: list[Assignment], lift: Lift, cost: Cost) -> Iterator[Part]:
+        """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
+        role, oracle = exchange.role, Oracle(self.problem)
+        data, keys = [self.clients[w.client] for w in work], torch.stack([w.key for w in work])
+        batches = Batches(data, keys, role.batch, self.environment.batch_size, role.draws, self.device)
+        dtype = next(iter(self.problem.x.values())).dtype
+        steps = torch.tensor([w.steps for w in work], dtype=dtype, device=self.device)
+        each = pytree.tree_map(lambda *ts: torch.stack([torch.as_tensor(t) for t in ts]), *(dict(w.each) for w in work))
+        carry = lift(lambda each, steps: role.start(Message(**exchange.shared, **each, steps=steps)))(each, steps)
+        active, done = len(work), []
+        for k in range(work[0].steps):
+            still = sum(w.steps > k for w in work)
+            if still < active:
+                done.append((work[still:active], pytree.tree_map(lambda t, still=still: t[still:], carry)))
+                carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
+                active = still
+            before = oracle.gradients
+            carry = lift(lambda c, drawn, k=k: role.step(k, c, oracle, *drawn))(carry, batches.at(k, active))
+            cost.gradients += (oracle.gradients - before) * active
+            cost.samples += batches.samples * active
+        for part, final in [(work[:active], carry), *done]:
+            yield part, lift(role.finish)(final)
+
+
+def on_client(client: int, place: str, run: Callable[[], Any]) -> Any:
+    """Run something of a client's; its error names the client and the place."""
+    try:
+        return run()
+    except ClientError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"client {client}, {place}: {_first_line(error)}") from error
+    except Exception as error:
+        raise ClientError(f"client {client}, {place}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or "no message"
+
+
+def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn, written for one client, over the leading axis of every tensor of its arguments."""
+
+    def run(*args: Any) -> Any:
+        values, form = pytree.tree_flatten(args)
+        return vmap(lambda *values: fn(*pytree.tree_unflatten(values, form)))(*values)
+
+    return run
+
+
+def _single(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a stack of one, without vmap."""
+
+    def run(*args: Any) -> Any:
+        return pytree.tree_map(lambda t: t.unsqueeze(0), fn(*pytree.tree_map(lambda t: t[0], args)))
+
+    return run
+
+
+def _validate(exchange: Exchange, values: Mapping[str, Any], problem: Problem, count: int) -> None:
+    """A reply holds the names its phase declares, in their shapes."""
+    phase, declared = exchange.phase, exchange.role.reply
+    if values.keys() != declared.keys():
+        raise TypeError(f"phase {phase!r} replied with {sorted(values)}; it declares {sorted(declared)}")
+    for name, kind in declared.items():
+        model = {"": torch.zeros(())} if kind == "scalar" else getattr(problem, kind)
+        value = {"": values[name]} if kind == "scalar" else values[name]
+        want = {key: (count, *tensor.shape) for key, tensor in model.items()}
+        if {key: tuple(tensor.shape) for key, tensor in value.items()} != want:
+            raise TypeError(f"phase {phase!r} replied with {name!r} of another shape than {kind!r}, which it declares")
+
+
+class _Allocations(TorchDispatchMode):
+    """Adds up the bytes of every new tensor: an upper bound of what a computation holds at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(returned.alias_info for returned in func._schema.returns):
+            self.bytes += nbytes(result)
+        return result

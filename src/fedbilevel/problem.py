@@ -1,0 +1,215 @@
+"""What is to be solved: two losses and where they start (`Problem`), and who holds which data (`ClientData`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedbilevel import checks
+from fedbilevel.tree import Tree
+
+Data = tuple[Tensor, ...] | dict[str, Tensor]
+Loss = Callable[..., Tensor]
+
+
+class Batch(NamedTuple):
+    """What a loss is evaluated on; an unused side is `()`. `rng` is the key of a loss's own randomness."""
+
+    train: Data = ()
+    val: Data = ()
+    rng: Tensor | tuple[()] = ()
+
+
+def leaves(data: Data) -> list[tuple[str, Tensor]]:
+    """The tensors of one side of the data, with the names a reader knows them by."""
+    items = data.items() if isinstance(data, dict) else enumerate(data)
+    return [(repr(key) if isinstance(key, str) else str(key), value) for key, value in items]
+
+
+def like(data: Data, values: list[Tensor]) -> Data:
+    """`values` in the form (tuple or dict) of `data`."""
+    return dict(zip(data, values, strict=True)) if isinstance(data, dict) else tuple(values)
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """One client's training (lower-level) and validation (upper-level) tensors; the leading axis counts samples."""
+
+    train: Data
+    val: Data
+
+    def __post_init__(self) -> None:
+        for side in ("train", "val"):
+            data = getattr(self, side)
+            if not isinstance(data, (tuple, dict)) or not data:
+                raise TypeError(f"{side} is {type(data).__name__}; it must be a non-empty tuple or dict of tensors")
+            lengths = set()
+            for name, value in leaves(data):
+                if not isinstance(value, Tensor) or value.ndim == 0:
+                    raise TypeError(f"{side}[{name}] must be a tensor whose leading axis counts samples, got {value!r}")
+                if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                    raise ValueError(f"{side}[{name}] holds NaN or infinity; every number in the data must be finite")
+                lengths.add(len(value))
+            if len(lengths) > 1:
+                raise ValueError(f"{side} holds tensors of {sorted(lengths)} samples; all must have the same number")
+            if lengths == {0}:
+                raise ValueError(f"{side} is empty; a client needs at least one sample on each side")
+
+    def size(self, side: str) -> int:
+        return len(leaves(getattr(self, side))[0][1])
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """min_x F(x, y*(x)) with y*(x) = argmin_y G(x, y); F and G are means of the clients' `upper` and `lower` losses.
+
+    A loss takes (x, y, batch), or (x, y, batch, rng) if it draws random numbers, and returns the mean over the batch as
+    a 0-d tensor. x and y are dicts of tensors and hold where the search starts. `project_x` maps x to the closest point
+    that is allowed; it is applied to the server's x and to the clients' local copies.
+    """
+
+    upper: Loss
+    lower: Loss
+    x: Mapping[str, Tensor]
+    y: Mapping[str, Tensor]
+    lower_level: Literal["shared", "private"] = "shared"
+    project_x: Callable[[Tree], Tree] | None = None
+
+    def __post_init__(self) -> None:
+        checks.one_of("lower_level", self.lower_level, ("shared", "private"))
+        for name in ("upper", "lower"):
+            loss = getattr(self, name)
+            if not callable(loss):
+                raise TypeError(f"{name} is {loss!r}; it must be a function of (x, y, batch) or (x, y, batch, rng)")
+            object.__setattr__(self, name, _with_rng(name, loss))
+        for name in ("x", "y"):
+            object.__setattr__(self, name, _variable(name, getattr(self, name)))
+        for shared in self.x.keys() & self.y.keys():
+            raise ValueError(f"x and y share the name {shared!r}; every tensor belongs to one level")
+        if len({value.dtype for value in [*self.x.values(), *self.y.values()]}) > 1:
+            raise TypeError("x and y hold tensors of several dtypes; all must have the same")
+
+    @property
+    def start(self) -> tuple[Tree, Tree]:
+        return Tree(self.x), Tree(self.y)
+
+    def to(self, device: str) -> Problem:
+        moved = {name: Tree(getattr(self, name)).map(lambda t: t.to(device)) for name in ("x", "y")}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    def project(self, x: Tree) -> Tree:
+        return x if self.project_x is None else Tree(self.project_x(x))
+
+    def check(self, client: ClientData) -> None:
+        """Evaluate both losses once, so that a wrong one is refused before anything runs."""
+        x, y = self.start
+        for name, loss, data in (("upper", self.upper, client.val), ("lower", self.lower, client.train)):
+            before = torch.get_rng_state()
+            value = loss(x, y, data, torch.zeros((), dtype=torch.int64))
+            if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
+                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise TypeError(
+                    f"the {name} loss must return a 0-d floating tensor (the mean over the batch), got {got}"
+                )
+            if not torch.equal(before, torch.get_rng_state()):
+                raise ValueError(
+                    f"the {name} loss draws from torch's global generator; give it a fourth argument `rng` to draw "
+                    "from (fedbilevel.nets.Dropout does), so that runs can be repeated"
+                )
+            if not bool(torch.isfinite(value)):
+                raise ValueError(f"the {name} loss is {float(value)} at the start; it must be finite")
+
+
+def _with_rng(name: str, loss: Loss) -> Loss:
+    """The loss as a function of (x, y, batch, rng), whichever form the user gave."""
+    count = len(
+        [
+            p
+            for p in inspect.signature(loss).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    )
+    if count not in (3, 4):
+        raise TypeError(f"the {name} loss takes {count} arguments; it must take (x, y, batch) or (x, y, batch, rng)")
+    return loss if count == 4 else lambda x, y, batch, rng: loss(x, y, batch)
+
+
+def _variable(name: str, value: Any) -> Tree:
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(f"{name} is {type(value).__name__}; it must be a non-empty dict of tensors")
+    for key, tensor in value.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise TypeError(f"{name}[{key!r}] must be a floating tensor, got {tensor!r}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name}[{key!r}] holds NaN or infinity at the start; it must be finite")
+    return Tree({key: tensor.detach().clone() for key, tensor in value.items()})
+
+
+class SplitModule(NamedTuple):
+    """A module as a function of its two halves: `apply(x, y, *inputs)` runs it with those parameters."""
+
+    apply: Callable[..., Any]
+    x: Tree
+    y: Tree
+
+
+def split_module(module: nn.Module, lower: str, buffers: Literal["freeze"] | None = None) -> SplitModule:
+    """Split a module's parameters by name: those that start with `lower` (a head) are y, the rest (a backbone) is x.
+
+    A module with buffers (BatchNorm's running statistics) is refused unless `buffers="freeze"`: then the module runs in
+    evaluation mode with its buffers as they are. Averaging running statistics over clients, or leaving them to each
+    client, changes what is optimized; neither happens silently here. GroupNorm and LayerNorm have no buffers.
+    """
+    held = [name for name, _ in module.named_buffers()]
+    if held and buffers is None:
+        raise ValueError(
+            f"the module has buffers ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}); pass buffers='freeze' "
+            "to keep them as they are, or use layers without (GroupNorm for BatchNorm)"
+        )
+    if buffers is not None:
+        checks.one_of("buffers", buffers, ("freeze",))
+        module = module.eval()
+    parameters = {name: value.detach() for name, value in module.named_parameters()}
+    y = Tree({name: value for name, value in parameters.items() if name.startswith(lower)})
+    x = Tree({name: value for name, value in parameters.items() if name not in y})
+    if not x or not y:
+        raise ValueError(
+            f"lower={lower!r} selects {len(y)} of {len(parameters)} parameters ({', '.join(parameters)}); "
+            "it must select some and leave some"
+        )
+    return SplitModule(lambda x, y, *inputs: functional_call(module, {**x, **y}, inputs), x, y)
+
+
+def client_weights(weights: str | Sequence[float], clients: Sequence[ClientData]) -> Sequence[float]:
+    """p_i >= 0, summing to 1: "uniform", "samples" (in proportion to training samples), or one number a client."""
+    n = len(clients)
+    if isinstance(weights, str):
+        if checks.one_of("weights", weights, ("uniform", "samples")) == "uniform":
+            return _Uniform(n)
+        weights = [client.size("train") for client in clients]
+    if len(weights) != n:
+        raise ValueError(f"weights has {len(weights)} entries; there are {n} clients")
+    total = sum(checks.non_negative("weights", weight) for weight in weights)
+    checks.positive("the sum of weights", total)
+    return [weight / total for weight in weights]
+
+
+class _Uniform(Sequence[float]):
+    """1/n for everyone, at no cost in n."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self.n:
+            raise IndexError(f"client {index} of {self.n}")
+        return 1 / self.n

@@ -1,0 +1,73 @@
+"""Curves for a paper, through matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from fedbilevel.report.curves import AXES, LIGHT, METRICS, axes, curve, group, logarithmic, look, metrics
+from fedbilevel.runs.folder import RunFolder
+
+WIDTH = 7.0  # inches: both columns of a two-column page
+STYLE: Any = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so the figure is the same on every machine
+    "font.size": 7,
+    "axes.titlesize": 7,
+    "axes.labelsize": 7,
+    "xtick.labelsize": 6.5,
+    "ytick.labelsize": 6.5,
+    "legend.fontsize": 7,
+    "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.4,
+    "grid.color": "#e4e4e4",
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.1,
+    "pdf.fonttype": 42,  # fonts stay text: journals refuse type 3
+    "savefig.dpi": 300,
+}
+LINES = {"solid": "-", "dash": (0, (4, 1.5)), "dot": (0, (1, 1.2)), "dashdot": (0, (4, 1.2, 1, 1.2))}
+
+
+def figure(runs: Sequence[RunFolder], path: Path) -> None:
+    """Write the first metric over rounds and over bytes, and the other metrics over rounds."""
+    if path.suffix not in (".pdf", ".png"):
+        raise ValueError(f"{path} ends in {path.suffix!r}, expected .pdf or .png")
+    groups, along, measured = group(runs), axes(runs), metrics(runs)
+    if not along or not measured:
+        raise ValueError(f"{runs[0].path} and the other runs hold no evaluation past round 0, expected one to draw")
+    rounds, sent = AXES["round"], AXES["bytes"]
+    panels = [(rounds, metric) for metric in measured]
+    if sent in along:
+        panels.insert(1, (sent, measured[0]))
+    columns = 2 if len(panels) == 4 else len(panels)
+    lines = -(-len(panels) // columns)
+    with matplotlib.rc_context(STYLE):
+        canvas = Figure(figsize=(WIDTH, 0.35 + 1.9 * lines), layout="constrained")
+        for number, (axis, metric) in enumerate(panels, start=1):
+            curves = {g.label: c for g in groups if (c := curve(g.runs, axis.key, metric)) is not None}
+            largest = max((float(c.x[-1]) for c in curves.values()), default=0.0)
+            divisor, _ = axis.unit(largest)
+            plot = canvas.add_subplot(lines, columns, number)
+            for index, g in enumerate(groups):
+                if g.label not in curves:
+                    continue
+                c, (colour, dash) = curves[g.label], look(index)
+                label = g.label if number == 1 else None
+                plot.plot(c.x / divisor, c.mean, color=LIGHT[colour], linestyle=LINES[dash], label=label)
+                plot.fill_between(c.x / divisor, c.low, c.high, color=LIGHT[colour], alpha=0.15, linewidth=0)
+            plot.set(xlabel=axis.heading(largest), ylabel=METRICS[metric])
+            plot.margins(x=0)
+            if logarithmic(curves.values()):
+                plot.set_yscale("log")
+        canvas.legend(loc="outside upper center", ncols=min(4, len(groups)), frameon=False, handlelength=2.4)
+        # No date inside: the same runs give the same file.
+        canvas.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)

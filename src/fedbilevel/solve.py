@@ -1,0 +1,198 @@
+"""`solve`: run an algorithm on a problem and its clients, and evaluate it on the way."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedbilevel import algorithms, checks
+from fedbilevel.algorithms import Algorithm
+from fedbilevel.environment import Environment
+from fedbilevel.federation import QuorumError, SimulatedFederation
+from fedbilevel.federation.simulated import on_client, stacked
+from fedbilevel.oracle import Oracle
+from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
+from fedbilevel.rng import fold_in, root, rows, subset
+from fedbilevel.tree import Tree, is_finite
+
+Evaluate = Callable[[Tree, Tree], Mapping[str, float]]
+DIVERGED = 1e6  # times the upper loss at the start
+EVALUATION_CLIENTS, EVALUATION_SAMPLES = 100, 2048
+
+
+@dataclass
+class Result:
+    """Where a run ended, how (`status`: "completed", "diverged" or "interrupted", with `reason`), and its metrics."""
+
+    x: Tree
+    y: Tree
+    history: list[dict[str, Any]] = field(default_factory=list)
+    status: str = "completed"
+    reason: str = ""
+
+
+class Losses:
+    """The upper and lower loss over the clients, weighted as the problem is.
+
+    A federation can be too large to evaluate as a whole: at most 100 clients, drawn once, are read, and about 2,048
+    samples a level. Up to that size the losses are exact.
+    """
+
+    def __init__(self, fed: SimulatedFederation) -> None:
+        self.oracle = Oracle(fed.problem)
+        self.start = fed.problem.start
+        key = root(fed.seed, "evaluation")
+        chosen = subset(key, len(fed), min(len(fed), EVALUATION_CLIENTS))
+        share = -(-EVALUATION_SAMPLES // len(chosen))
+        groups: dict[Hashable, list[tuple[float, Batch]]] = defaultdict(list)
+        for i in chosen:
+            batch = on_client(i, "before round 1", functools.partial(self._batch, fed, i, fold_in(key, i), share))
+            form = i if fed.mode == "loop" else repr([t.shape for t in pytree.tree_leaves(batch)])
+            groups[form].append((fed.weights[i], batch))
+        total = sum(fed.weights[i] for i in chosen)
+        self.groups = [
+            (
+                [p / total for p, _ in group],
+                pytree.tree_map(lambda *ts: torch.stack(ts), *(batch for _, batch in group)),
+            )
+            for group in groups.values()
+        ]
+
+    def _batch(self, fed: SimulatedFederation, client: int, key: Tensor, share: int) -> Batch:
+        data = fed.clients[client]
+        drawn = Batch(_some(data.train, fold_in(key, 0), share), _some(data.val, fold_in(key, 1), share), key)
+        batch: Batch = pytree.tree_map(lambda t: t.to(fed.device), drawn)
+        self._both(*self.start, batch)  # a loss that fails on a client's data does so here, by name
+        return batch
+
+    def _both(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.oracle.upper(x, y, batch), self.oracle.lower(x, y, batch)
+
+    def __call__(self, x: Tree, y: Tree) -> dict[str, float]:
+        upper = lower = 0.0
+        with torch.no_grad():
+            for weights, batch in self.groups:
+                if len(weights) == 1:
+                    f, g = self._both(x, y, pytree.tree_map(lambda t: t[0], batch))
+                else:
+                    f, g = stacked(lambda b: self._both(x, y, b))(batch)
+                p = torch.tensor(weights, dtype=f.dtype, device=f.device)
+                upper, lower = upper + float((p * f).sum()), lower + float((p * g).sum())
+        return {"upper_loss": upper, "lower_loss": lower}
+
+
+def _some(data: Data, key: Tensor, count: int) -> Data:
+    """At most `count` of a client's samples, drawn uniformly."""
+    size = len(leaves(data)[0][1])
+    if size <= count:
+        return data
+    chosen = rows(key.unsqueeze(0), [size], count)[0]
+    return like(data, [tensor[chosen] for _, tensor in leaves(data)])
+
+
+class Run:
+    """A run under way: a state between iterations and what is needed to go on; iterating over it yields the metrics."""
+
+    def __init__(self, fed: SimulatedFederation, rounds: int, evaluate: Evaluate | None = None, every: int = 1) -> None:
+        self.rounds = checks.integer("rounds", rounds, least=0)
+        self.every = checks.integer("every", every, least=1)
+        self.fed, self.algorithm, self.evaluate = fed, fed.settings, evaluate
+        self.losses = Losses(fed)
+        self.state = self.algorithm.init(fed.problem)
+        self.good = self.state
+        self.history: list[dict[str, Any]] = []
+        self.status, self.reason = "completed", ""
+
+    @property
+    def result(self) -> Result:
+        return Result(self.good.x, self.good.y, self.history, self.status, self.reason)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self.history:
+            yield self._measure()
+        while self.fed.ledger.rounds < self.rounds and self.status == "completed":
+            due = (self.history[-1]["round"] // self.every + 1) * self.every
+            before = self.fed.snapshot()
+            try:
+                self.advance()
+            except QuorumError as error:
+                self.status, self.reason = "diverged", str(error)
+            except KeyboardInterrupt:
+                self.fed.restore(before)  # the iteration under way leaves no trace, so that going on repeats it
+                self.status, self.reason = "interrupted", f"interrupted in round {self.fed.ledger.rounds + 1}"
+                return
+            if self.status == "diverged" or self.fed.ledger.rounds >= min(due, self.rounds):
+                yield self._measure()
+
+    def advance(self) -> None:
+        """One iteration."""
+        started = time.perf_counter()
+        self.fed.settings = settings = self.algorithm.at(self.fed.ledger.iterations)
+        self.state = settings.iterate(self.state, self.fed)
+        self.fed.ledger.iterations += 1
+        self.fed.ledger.wall_s += time.perf_counter() - started
+
+    def _measure(self) -> dict[str, Any]:
+        """Evaluate, and judge whether the run has diverged."""
+        ledger, x, y = self.fed.ledger, self.state.x, self.state.y
+        costs = ledger.totals()
+        metrics: dict[str, Any] = {"round": costs.pop("rounds"), "iteration": ledger.iterations, **costs}
+        metrics |= {"virtual_s": ledger.virtual_s, "wall_s": ledger.wall_s}
+        metrics |= {**self.losses(x, y), **self.fed.records(), **(self.evaluate(x, y) if self.evaluate else {})}
+        self.history.append(metrics)
+        if self.status == "completed" and (reason := self._diverged(metrics)):
+            self.status, self.reason = "diverged", f"round {metrics['round']}: {reason}"
+        if self.status == "completed":
+            self.good = self.state
+        return metrics
+
+    def _diverged(self, metrics: Mapping[str, Any]) -> str:
+        for name, value in self.state._asdict().items():
+            if not is_finite(value):
+                return f"{name} is not finite"
+        for name in ("upper_loss", "lower_loss"):
+            if not is_finite(metrics[name]):
+                return f"{name} is not finite"
+        start = abs(self.history[0]["upper_loss"])
+        if start > 0 and metrics["upper_loss"] > DIVERGED * start:
+            return f"upper_loss is {metrics['upper_loss']:.3g}, more than {DIVERGED:.0e} times its start"
+        return ""
+
+
+def solve(
+    problem: Problem,
+    clients: Sequence[ClientData],
+    algorithm: str | Algorithm = "simfbo",
+    *,
+    rounds: int,
+    environment: Environment | None = None,
+    weights: str | Sequence[float] = "uniform",
+    seed: int = 0,
+    device: str = "cpu",
+    federation: SimulatedFederation | None = None,
+    evaluate: Evaluate | None = None,
+    every: int = 1,
+) -> Result:
+    """Solve a federated bilevel problem; the docs of each algorithm say what it does.
+
+    rounds: a budget of communication rounds; no iteration starts once it is reached. evaluate(x, y) returns a dict of
+    numbers that is added to the metrics, before round 0 and at the end of the first iteration at or after each multiple
+    of `every`. `federation` replaces the simulated one that is made from the other arguments.
+    """
+    if isinstance(algorithm, str):
+        algorithm = algorithms.get(algorithm)()
+    fed = federation or SimulatedFederation(
+        problem.to(device), clients, algorithm, environment, weights=weights, seed=seed, device=device
+    )
+    run = Run(fed, rounds, evaluate, every)
+    for _ in run:
+        pass
+    return run.result

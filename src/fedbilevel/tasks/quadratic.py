@@ -1,0 +1,124 @@
+"""A federation of quadratics whose solution is known in closed form: the yardstick of every method.
+
+g_i(x, y) = 1/2 y' A_i y - y' (B_i x + c_i),        f_i(x, y) = 1/2 ||y - e_i||^2 + 1/2 ||x - t_i||^2 + y' D_i x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbilevel import checks
+from fedbilevel.problem import ClientData, Problem, client_weights
+from fedbilevel.rng import fold_in, normal, root, uniform
+from fedbilevel.tasks import Task
+from fedbilevel.tree import Tree
+
+Weights = str | Sequence[float]
+
+
+def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    A, B, c = (part.mean(0) for part in batch)
+    return 0.5 * y["y"] @ A @ y["y"] - y["y"] @ (B @ x["x"] + c)
+
+
+def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    e, t, D = (part.mean(0) for part in batch)
+    return 0.5 * ((y["y"] - e) ** 2).sum() + 0.5 * ((x["x"] - t) ** 2).sum() + y["y"] @ D @ x["x"]
+
+
+@dataclass(frozen=True)
+class Quadratic(Task):
+    """The task with its closed forms, for any weights p."""
+
+    def _means(self, weights: Weights) -> list[Tensor]:
+        """A, B, c, e, t, D of the pooled problem."""
+        p = client_weights(weights, self.clients)
+        parts = [[part.mean(0) for part in (*client.train, *client.val)] for client in self.clients]
+        return [
+            torch.stack([w * part for w, part in zip(p, column, strict=True)]).sum(0)
+            for column in zip(*parts, strict=True)
+        ]
+
+    def y_star(self, x: Mapping[str, Tensor], weights: Weights = "uniform") -> Tree:
+        """y*(x) = A^-1 (B x + c)."""
+        A, B, c, *_ = self._means(weights)
+        return Tree(y=torch.linalg.solve(A, B @ x["x"] + c))
+
+    def phi(self, x: Mapping[str, Tensor], weights: Weights = "uniform") -> Tensor:
+        """Phi(x) = F(x, y*(x)), with every client's constants."""
+        y, p = self.y_star(x, weights), client_weights(weights, self.clients)
+        return torch.stack([w * upper(Tree(x), y, client.val) for w, client in zip(p, self.clients, strict=True)]).sum()  # type: ignore[arg-type]
+
+    def gradient(self, x: Mapping[str, Tensor], weights: Weights = "uniform") -> Tree:
+        """grad Phi(x) = x - t + D' y + B' A^-1 (y - e + D x) at y = y*(x)."""
+        A, B, _, e, t, D = self._means(weights)
+        y = self.y_star(x, weights)["y"]
+        return Tree(x=x["x"] - t + D.T @ y + B.T @ torch.linalg.solve(A, y - e + D @ x["x"]))
+
+    def x_star(self, weights: Weights = "uniform") -> Tree:
+        """The minimiser of Phi: with M = A^-1 B and m = A^-1 c, (I + M'M + D'M + M'D) x = t + M'(e - m) - D'm."""
+        A, B, c, e, t, D = self._means(weights)
+        M, m = torch.linalg.solve(A, B), torch.linalg.solve(A, c)
+        H = torch.eye(len(t), dtype=t.dtype) + M.T @ M + D.T @ M + M.T @ D
+        return Tree(x=torch.linalg.solve(H, t + M.T @ (e - m) - D.T @ m))
+
+
+def quadratic(
+    *,
+    clients: int = 8,
+    dim_x: int = 5,
+    dim_y: int = 4,
+    condition: float = 10.0,
+    heterogeneity: float = 1.0,
+    samples: int = 1,
+    noise: float = 0.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Quadratic:
+    """Every A_i has its eigenvalues in [1/condition, 1]; at heterogeneity 0 all clients are alike, at 1 unrelated.
+
+    A client holds `samples` samples a side, whose vectors differ from the client's by `noise` times standard normals.
+    """
+    checks.integer("clients", clients, least=1)
+    checks.integer("dim_x", dim_x, least=1)
+    checks.integer("dim_y", dim_y, least=1)
+    checks.integer("samples", samples, least=1)
+    if not 0 <= checks.number("heterogeneity", heterogeneity) <= 1:
+        raise ValueError(f"heterogeneity is {heterogeneity}; it must be in [0, 1]")
+    if checks.number("condition", condition) < 1:
+        raise ValueError(f"condition is {condition}; it must be at least 1")
+    checks.non_negative("noise", noise)
+
+    def draw(client: int) -> list[Tensor]:
+        key = fold_in(root(seed, "quadratic"), client)
+        Q, _ = torch.linalg.qr(normal(fold_in(key, 0), (dim_y, dim_y), torch.float64))
+        spread = uniform(fold_in(key, 1), (dim_y,), torch.float64)
+        spread[0], spread[-1] = 0.0, 1.0
+        shapes = [(dim_y, dim_x), (dim_y,), (dim_y,), (dim_x,), (dim_y, dim_x)]
+        scales = [0.5 / condition**0.5, 1.0, 1.0, 1.0, 0.1]
+        rest = [
+            s * normal(fold_in(key, 2 + j), form, torch.float64)
+            for j, (form, s) in enumerate(zip(shapes, scales, strict=True))
+        ]
+        return [Q @ torch.diag(condition ** -(1 - spread)) @ Q.T, *rest]
+
+    shared, built = draw(clients), []
+    for client in range(clients):
+        own = [(1 - heterogeneity) * s + heterogeneity * o for s, o in zip(shared, draw(client), strict=True)]
+        parts = []
+        for j, part in enumerate(own):
+            stack = part.expand(samples, *part.shape)
+            if part.ndim == 1:
+                key = fold_in(fold_in(root(seed, "quadratic samples"), client), j)
+                stack = stack + noise * normal(key, stack.shape, torch.float64)
+            parts.append(stack.to(dtype).contiguous())
+        built.append(ClientData(train=tuple(parts[:3]), val=tuple(parts[3:])))
+    problem = Problem(
+        upper=upper, lower=lower, x={"x": torch.zeros(dim_x, dtype=dtype)}, y={"y": torch.zeros(dim_y, dtype=dtype)}
+    )
+    task = Quadratic(problem, built)
+    return Quadratic(problem, built, lambda x, y: {"hypergradient_norm": float(task.gradient(x)["x"].norm())})

@@ -1,0 +1,260 @@
+"""Data sets: what is read is what is in the files, and files that are not what they should be are refused."""
+
+import gzip
+import os
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import platformdirs
+import pytest
+import torch
+from PIL import Image
+
+from fedbilevel import data
+from fedbilevel.data import sources
+
+REAL = os.environ.get("FEDBILEVEL_DATA")
+
+
+def holds(name: str) -> bool:
+    return REAL is not None and all(Path(REAL, name, file).is_file() for file in sources.SOURCES[name].files)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty user's cache, no $FEDBILEVEL_DATA, and a `datasets` package that cannot be imported."""
+    monkeypatch.delenv("FEDBILEVEL_DATA", raising=False)
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / "cache" / name))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    return tmp_path / "cache" / "fedbilevel"
+
+
+@pytest.fixture
+def pixels():
+    return {split: np.random.default_rng(7).integers(0, 256, (n, 28, 28)) for split, n in (("train", 5), ("t10k", 3))}
+
+
+@pytest.fixture
+def root(tmp_path, pixels):
+    """A folder with a tiny MNIST, written by hand."""
+    folder = tmp_path / "files" / "mnist"
+    folder.mkdir(parents=True)
+    for split, images in pixels.items():
+        n = len(images)
+        write(
+            folder / f"{split}-images-idx3-ubyte.gz",
+            struct.pack(">IIII", 0x803, n, 28, 28) + images.astype("u1").tobytes(),
+        )
+        write(folder / f"{split}-labels-idx1-ubyte.gz", struct.pack(">II", 0x801, n) + bytes([9, 0, 4, 1, 2][:n]))
+    return folder.parent
+
+
+def write(file, content):
+    file.write_bytes(gzip.compress(content))
+
+
+def test_names():
+    assert data.names() == ["cifar10", "digits", "mnist"]
+
+
+def test_unknown_name_is_refused_with_a_suggestion():
+    with pytest.raises(ValueError, match=r"name is 'mnsit'.*'mnist'.*did you mean 'mnist'\?"):
+        data.load("mnsit")
+
+
+def test_digits():
+    digits = data.load("digits")
+    (x, y), (x_test, y_test) = digits.train, digits.test
+    assert (digits.name, digits.classes) == ("digits", 10)
+    assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+    assert x.shape[1:] == x_test.shape[1:] == (1, 8, 8)
+    assert len(x) + len(x_test) == len(y) + len(y_test) == 1797
+    torch.testing.assert_close(torch.stack([x.mean(), x.std()]), torch.tensor([0.0, 1.0]), atol=1e-5, rtol=0)
+    share = y_test.bincount() / torch.cat([y, y_test]).bincount()
+    assert (share - 0.2).abs().max() < 0.003
+
+
+def test_digits_split_holds_every_image_once():
+    from sklearn.datasets import load_digits
+
+    digits = data.load("digits")
+    x = torch.cat([digits.train[0], digits.test[0]]).flatten(1)
+    levels = ((x - x.min()) / (x.max() - x.min()) * 16).round().to(torch.int64)
+    rows = torch.cat([levels, torch.cat([digits.train[1], digits.test[1]]).unsqueeze(1)], 1).tolist()
+    images, labels = load_digits(return_X_y=True)
+    assert sorted(rows) == sorted(np.column_stack([images, labels]).astype(int).tolist())
+
+
+def test_digits_split_is_always_the_same():
+    data._read.cache_clear()
+    first = data.load("digits")
+    data._read.cache_clear()
+    assert torch.equal(first.test[0], data.load("digits").test[0])
+
+
+def test_mnist_files(root, pixels):
+    mnist = data.load("mnist", root)
+    for (x, y), split in ((mnist.train, "train"), (mnist.test, "t10k")):
+        expected = (torch.from_numpy(pixels[split]).double() / 255 - 0.1307) / 0.3081
+        assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+        torch.testing.assert_close(x, expected.float().unsqueeze(1))
+        assert y.tolist() == [9, 0, 4, 1, 2][: len(y)]
+
+
+def test_loading_is_cached(root):
+    assert data.load("mnist", root) is data.load("mnist", str(root))
+
+
+def test_where_files_are_looked_for(root, cache, monkeypatch, tmp_path):
+    mnist = data.load("mnist", root)
+    monkeypatch.setenv("FEDBILEVEL_DATA", str(root))
+    assert data.load("mnist") is data.load("mnist", tmp_path / "elsewhere") is mnist
+    monkeypatch.delenv("FEDBILEVEL_DATA")
+    cache.mkdir(parents=True)
+    (root / "mnist").rename(cache / "mnist")
+    assert torch.equal(data.load("mnist").train[0], mnist.train[0])
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_missing_files_say_where_was_looked_and_what_to_do(name, cache, tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        data.load(name, tmp_path / "elsewhere")
+    message = str(error.value)
+    for part in (tmp_path / "elsewhere" / name, cache / name, "FEDBILEVEL_DATA", "--data-dir", f"{name}/train"):
+        assert str(part) in message
+    assert "\n" not in message
+
+
+def test_no_network_is_missing_files(monkeypatch):
+    def load_dataset(repository):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(FileNotFoundError, match="no route to the hub"):
+        data.load("mnist")
+
+
+def broken(root, file, content):
+    write(root / "mnist" / file, content)
+    return root
+
+
+def test_wrong_magic_is_refused(root):
+    broken(root, "train-images-idx3-ubyte.gz", struct.pack(">IIII", 0x801, 5, 28, 28) + bytes(5 * 784))
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz begins with 0x00000801;.* 0x00000803"):
+        data.load("mnist", root)
+
+
+def test_missing_pixels_are_refused(root):
+    broken(root, "t10k-images-idx3-ubyte.gz", struct.pack(">IIII", 0x803, 3, 28, 28) + bytes(3 * 784 - 1))
+    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte.gz holds 2351 bytes; its sizes .* need 2352"):
+        data.load("mnist", root)
+
+
+def test_truncated_gzip_is_refused(root):
+    file = root / "mnist" / "train-labels-idx1-ubyte.gz"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte.gz is not a complete gzip file"):
+        data.load("mnist", root)
+
+
+def test_other_count_of_labels_is_refused(root):
+    broken(root, "train-labels-idx1-ubyte.gz", struct.pack(">II", 0x801, 4) + bytes(4))
+    with pytest.raises(
+        ValueError, match=r"train-labels-idx1-ubyte.gz has 4 labels, .* \(4, 28, 28\), not \(5, 28, 28\)"
+    ):
+        data.load("mnist", root)
+
+
+def test_label_out_of_range_is_refused(root):
+    broken(root, "train-labels-idx1-ubyte.gz", struct.pack(">II", 0x801, 5) + bytes([0, 1, 10, 3, 4]))
+    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte.gz has the label 10 at row 2; it must be 0 to 9"):
+        data.load("mnist", root)
+
+
+def hub(monkeypatch, repository, column, shape, labels=(3, 0, 9)):
+    """A `datasets` package whose `load_dataset` gives these images; returns them by split."""
+    rng = np.random.default_rng(1)
+    images = {split: rng.integers(0, 256, (len(labels), *shape), dtype=np.uint8) for split in ("train", "test")}
+
+    def load_dataset(asked):
+        assert asked == repository
+        return {
+            split: [{column: Image.fromarray(x), "label": y} for x, y in zip(images[split], labels, strict=True)]
+            for split in images
+        }
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return images
+
+
+def test_downloaded_mnist_is_stored_and_read_again(monkeypatch, cache):
+    images = hub(monkeypatch, "ylecun/mnist", "image", (28, 28))
+    mnist = data.load("mnist")
+    assert sorted(path.name for path in (cache / "mnist").iterdir()) == sorted(sources.SOURCES["mnist"].files)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    data._read.cache_clear()
+    again = data.load("mnist")
+    assert torch.equal(again.train[0], mnist.train[0])
+    assert again.test[1].tolist() == [3, 0, 9]
+    restored = (again.test[0].squeeze(1) * 0.3081 + 0.1307) * 255
+    torch.testing.assert_close(restored, torch.from_numpy(images["test"]).float(), atol=1e-3, rtol=0)
+
+
+def test_downloaded_cifar10_keeps_the_pixels_and_normalises_each_channel(monkeypatch, cache):
+    images = hub(monkeypatch, "uoft-cs/cifar10", "img", (32, 32, 3))
+    x, y = data.load("cifar10").train
+    assert sorted(path.name for path in (cache / "cifar10").iterdir()) == ["test.parquet", "train.parquet"]
+    assert (x.dtype, y.dtype, y.tolist()) == (torch.float32, torch.int64, [3, 0, 9])
+    expected = (images["train"] / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
+    torch.testing.assert_close(x, torch.from_numpy(expected).float().permute(0, 3, 1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_interrupted_download_leaves_nothing(monkeypatch, cache):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda repository: {"train": []}))
+    with pytest.raises(ValueError, match="need at least one array"):
+        data.load("mnist")
+    assert list((cache / "mnist").iterdir()) == []
+
+
+def test_cifar10_label_out_of_range_is_refused(monkeypatch):
+    hub(monkeypatch, "uoft-cs/cifar10", "img", (32, 32, 3), labels=(3, -1))
+    with pytest.raises(ValueError, match=r"train.parquet has the label -1 at row 1; it must be 0 to 9"):
+        data.load("cifar10")
+
+
+@pytest.mark.parametrize("columns", [{"image": [b""], "label": [1]}, {"img": [b"not an image"], "label": [1]}])
+def test_other_parquet_is_refused(tmp_path, columns):
+    from pyarrow import parquet, table
+
+    (tmp_path / "cifar10").mkdir()
+    for split in ("train", "test"):
+        parquet.write_table(table(columns), tmp_path / "cifar10" / f"{split}.parquet")
+    with pytest.raises(ValueError, match=r"train.parquet must be parquet with the columns img"):
+        data.load("cifar10", tmp_path)
+
+
+@pytest.mark.skipif(not holds("mnist"), reason="$FEDBILEVEL_DATA holds no mnist")
+def test_real_mnist():
+    mnist = data.load("mnist", REAL)
+    (x, y), (x_test, y_test) = mnist.train, mnist.test
+    assert (x.shape, x_test.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
+    assert y.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert y_test.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert abs(x.mean()) < 1e-3
+    assert abs(x.std() - 1) < 1e-3
+
+
+@pytest.mark.skipif(not holds("cifar10"), reason="$FEDBILEVEL_DATA holds no cifar10")
+def test_real_cifar10():
+    cifar10 = data.load("cifar10", REAL)
+    (x, y), (x_test, y_test) = cifar10.train, cifar10.test
+    assert (x.shape, x_test.shape) == ((50000, 3, 32, 32), (10000, 3, 32, 32))
+    assert y.bincount().tolist() == [5000] * 10
+    assert y_test.bincount().tolist() == [1000] * 10
+    assert x.mean((0, 2, 3)).abs().max() < 0.01
+    assert (x.std((0, 2, 3)) - 1).abs().max() < 0.01  # a copy re-encoded as JPEG is a little below 1
+    data._read.cache_clear()  # 700 MB
