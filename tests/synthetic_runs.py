@@ -10,10 +10,10 @@ import tomli_w
 ALGORITHMS = ("fedbio", "fedbioacc", "fednest", "fedmbo", "simfbo", "shrofbo", "fedmsa", "mdbo")
 
 
-def write_run(folder: Path, algorithm: str, seed: int, evaluations: int = 60, **config: Any) -> Path:
+def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **config: Any) -> Path:
     """A finished run, evaluated every ten rounds; algorithms differ in speed, cost and final accuracy."""
     folder.mkdir(parents=True)
-    place = ALGORITHMS.index(algorithm) if algorithm in ALGORITHMS else 0
+    place = ALGORITHMS.index(name)
     rng = np.random.default_rng([seed, place])
     speed, top, round_bytes = 4 + 2.2 * place, 0.992 - 0.009 * place, 400_000 * (1 + place % 3)
     resolved = {
@@ -22,7 +22,7 @@ def write_run(folder: Path, algorithm: str, seed: int, evaluations: int = 60, **
         "rounds": 10 * (evaluations - 1),
         "every": 10,
         "weights": "samples",
-        "algorithm": {"name": algorithm, "lr_x": 0.05 * (1 + place % 2), "lr_y": 0.1, "local_steps": 5},
+        "algorithm": {"name": name, "lr_x": 0.05 * (1 + place % 2), "lr_y": 0.1, "local_steps": 5},
         "environment": {"participation": 0.5, "compression": "none"},
         "data": {"name": "mnist", "partition": "dirichlet", "alpha": 0.3, "clients": 100},
         **config,
@@ -55,7 +55,7 @@ def write_run(folder: Path, algorithm: str, seed: int, evaluations: int = 60, **
     last, half = lines[-1], {key: lines[-1][key] // 2 for key in ("bytes_up", "bytes_down", "samples", "gradients")}
     accuracies = [line["test_accuracy"] for line in lines]
     summary = {
-        "algorithm": algorithm,
+        "algorithm": name,
         "task": "hyper-representation",
         "data": "mnist",
         "seed": seed,

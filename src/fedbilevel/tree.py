@@ -64,7 +64,7 @@ def dot(a: Tree, b: Tree) -> Tensor:
 
 def norm(tree: Tree) -> Tensor:
     """The Euclidean norm of the whole tree."""
-    return torch.stack([(value * value).sum() for value in tree.values()]).sum().sqrt()
+    return dot(tree, tree).sqrt()
 
 
 def project(tree: Tree, radius: float) -> Tree:

@@ -269,11 +269,14 @@ def _validate(exchange: Exchange, values: Mapping[str, Any], problem: Problem, c
     if values.keys() != declared.keys():
         raise TypeError(f"phase {phase!r} replied with {sorted(values)}; it declares {sorted(declared)}")
     for name, kind in declared.items():
-        model = {"": torch.zeros(())} if kind == "scalar" else getattr(problem, kind)
-        value = {"": values[name]} if kind == "scalar" else values[name]
-        want = {key: (count, *tensor.shape) for key, tensor in model.items()}
-        if {key: tuple(tensor.shape) for key, tensor in value.items()} != want:
+        model = torch.zeros(()) if kind == "scalar" else getattr(problem, kind)
+        if _shapes(values[name]) != {key: (count, *shape) for key, shape in _shapes(model).items()}:
             raise TypeError(f"phase {phase!r} replied with {name!r} of another shape than {kind!r}, which it declares")
+
+
+def _shapes(value: Tensor | Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    items = {"": value} if isinstance(value, Tensor) else value
+    return {key: tuple(tensor.shape) for key, tensor in items.items()}
 
 
 class _Allocations(TorchDispatchMode):

@@ -53,7 +53,7 @@ class Axis:
     def show(self, spread: Spread) -> str:
         divisor, unit = self.unit(spread.mean)
         scaled = spread.mean / divisor
-        whole = divisor == 1 and spread.std == 0 and spread.mean.is_integer()
+        whole = divisor == 1 and spread.std == 0 and spread.mean % 1 == 0
         return spread.show(0 if whole or scaled >= 100 else 1 if scaled >= 10 else 2, divisor, unit)
 
 
@@ -75,8 +75,8 @@ METRICS = {
     "hypergradient_norm": "Hypergradient norm",
 }
 
-# Okabe and Ito's colours, safe for colour-blind readers, set to 3:1 contrast or more against white and against black;
-# dashes tell curves apart in grey print.
+# After Okabe and Ito, for colour-blind readers, at 3:1 contrast or more against white and against black; every second
+# four curves are dashed, which tells near colours apart, and all of them in grey print.
 LIGHT = ("#0072b2", "#d55e00", "#009268", "#b8578f", "#2c93cf", "#b57e00", "#5a5a5a", "#7a5195")
 DARK = ("#4aa8e0", "#ff8b4a", "#2fc795", "#e59cc5", "#9bdcff", "#f2b63c", "#c8c8c8", "#b79ae0")
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -178,16 +178,13 @@ def curve(runs: Sequence[RunFolder], axis: str, metric: str) -> Curve | None:
     return Curve(grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
 
 
-def axes(runs: Iterable[RunFolder]) -> list[Axis]:
-    """The axes along which some run moves at all."""
-    runs = list(runs)
-    return [axis for axis in AXES.values() if any((column(run, axis.key) > 0).any() for run in runs)]
-
-
-def metrics(runs: Iterable[RunFolder]) -> list[str]:
-    """The metrics that some run measured."""
-    runs = list(runs)
-    return [metric for metric in METRICS if any(np.isfinite(column(run, metric)).any() for run in runs)]
+def drawable(runs: Sequence[RunFolder]) -> tuple[list[Axis], list[str]]:
+    """The axes along which some run moves, and the metrics that some run measured."""
+    axes = [axis for axis in AXES.values() if any((column(run, axis.key) > 0).any() for run in runs)]
+    metrics = [metric for metric in METRICS if any(np.isfinite(column(run, metric)).any() for run in runs)]
+    if not axes or not metrics:
+        raise ValueError(f"{runs[0].path} and the other runs hold no evaluation past round 0, expected one to draw")
+    return axes, metrics
 
 
 def logarithmic(curves: Iterable[Curve]) -> bool:

@@ -1,13 +1,14 @@
 """Curves for a paper, through matplotlib."""
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from fedbilevel.report.curves import AXES, LIGHT, METRICS, axes, curve, group, logarithmic, look, metrics
+from fedbilevel.report.curves import AXES, LIGHT, METRICS, curve, drawable, group, logarithmic, look
 from fedbilevel.runs.folder import RunFolder
 
 WIDTH = 7.0  # inches: both columns of a two-column page
@@ -31,6 +32,7 @@ STYLE: Any = {
     "grid.color": "#e4e4e4",
     "axes.axisbelow": True,
     "lines.linewidth": 1.1,
+    "figure.constrained_layout.w_pad": 0.08,
     "pdf.fonttype": 42,  # fonts stay text: journals refuse type 3
     "savefig.dpi": 300,
 }
@@ -41,15 +43,13 @@ def figure(runs: Sequence[RunFolder], path: Path) -> None:
     """Write the first metric over rounds and over bytes, and the other metrics over rounds."""
     if path.suffix not in (".pdf", ".png"):
         raise ValueError(f"{path} ends in {path.suffix!r}, expected .pdf or .png")
-    groups, along, measured = group(runs), axes(runs), metrics(runs)
-    if not along or not measured:
-        raise ValueError(f"{runs[0].path} and the other runs hold no evaluation past round 0, expected one to draw")
+    groups, (along, measured) = group(runs), drawable(runs)
     rounds, sent = AXES["round"], AXES["bytes"]
     panels = [(rounds, metric) for metric in measured]
     if sent in along:
         panels.insert(1, (sent, measured[0]))
     columns = 2 if len(panels) == 4 else len(panels)
-    lines = -(-len(panels) // columns)
+    lines = ceil(len(panels) / columns)
     with matplotlib.rc_context(STYLE):
         canvas = Figure(figsize=(WIDTH, 0.35 + 1.9 * lines), layout="constrained")
         for number, (axis, metric) in enumerate(panels, start=1):
@@ -61,13 +61,14 @@ def figure(runs: Sequence[RunFolder], path: Path) -> None:
                 if g.label not in curves:
                     continue
                 c, (colour, dash) = curves[g.label], look(index)
-                label = g.label if number == 1 else None
+                label = g.label.replace("$", r"\$") if number == 1 else None  # a bare $ would begin a formula
                 plot.plot(c.x / divisor, c.mean, color=LIGHT[colour], linestyle=LINES[dash], label=label)
                 plot.fill_between(c.x / divisor, c.low, c.high, color=LIGHT[colour], alpha=0.15, linewidth=0)
             plot.set(xlabel=axis.heading(largest), ylabel=METRICS[metric])
             plot.margins(x=0)
             if logarithmic(curves.values()):
                 plot.set_yscale("log")
-        canvas.legend(loc="outside upper center", ncols=min(4, len(groups)), frameon=False, handlelength=2.4)
+        wide = ceil(len(groups) / ceil(len(groups) / 5))  # rows of five entries at most, evenly filled
+        canvas.legend(loc="outside upper center", ncols=wide, frameon=False, handlelength=2.4)
         # No date inside: the same runs give the same file.
         canvas.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)

@@ -38,7 +38,7 @@
   }
 
   function draw() {
-    const axis = controls.elements.axis.value;
+    const axis = controls.querySelector("[name=axis]:checked").value;
     const style = getComputedStyle(document.documentElement);
     const [text, quiet, line, back] = ["text", "quiet", "line", "back"].map((n) => style.getPropertyValue(`--${n}`));
     Object.entries(charts).forEach(([metric, chart], place) => {

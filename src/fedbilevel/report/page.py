@@ -22,14 +22,13 @@ from fedbilevel.report.curves import (
     Group,
     Row,
     Spread,
-    axes,
     curve,
     differences,
+    drawable,
     group,
     ledger,
     logarithmic,
     look,
-    metrics,
     ranked,
     rows,
 )
@@ -46,9 +45,7 @@ LEDGER = {
 
 def page(runs: Sequence[RunFolder]) -> str:
     """The page as HTML text."""
-    groups, along, measured = group(runs), axes(runs), metrics(runs)
-    if not along or not measured:
-        raise ValueError(f"{runs[0].path} and the other runs hold no evaluation past round 0, expected one to draw")
+    groups, (along, measured) = group(runs), drawable(runs)
     files = resources.files("fedbilevel.report")
     style = _palette() + files.joinpath("page.css").read_text("utf-8")
     scripts = [get_plotlyjs(), files.joinpath("page.js").read_text("utf-8")]
@@ -77,10 +74,10 @@ def page(runs: Sequence[RunFolder]) -> str:
 <main>
 <section aria-labelledby="curves">
 <h2 id="curves">Curves</h2>
-<form class="controls">
+<div class="controls">
 <fieldset><legend>Horizontal axis</legend><div>{_radios(along)}</div></fieldset>
 <fieldset><legend>Show</legend><div>{_checkboxes(groups)}</div></fieldset>
-</form>
+</div>
 <noscript><p>The charts need JavaScript; the tables below do not.</p></noscript>
 <div class="charts">{_charts(measured)}</div>
 <p class="note">Lines are means over seeds; bands reach from the smallest to the largest seed.
@@ -129,12 +126,14 @@ def _data(groups: Sequence[Group], along: Sequence[Axis], measured: Sequence[str
     curves: list[dict[str, Any]] = [
         {"label": g.label, "colour": look(i)[0], "dash": look(i)[1], "values": {}} for i, g in enumerate(groups)
     ]
-    headings, logs = {}, dict.fromkeys(measured, False)
+    headings: dict[str, str] = {}
+    logs: dict[str, bool] = {}
     for axis in along:
         drawn = {(i, m): c for i, g in enumerate(groups) for m in measured if (c := curve(g.runs, axis.key, m))}
         largest = max((float(c.x[-1]) for c in drawn.values()), default=0.0)
         headings[axis.key] = axis.heading(largest)
-        logs = {metric: logarithmic(c for (_, m), c in drawn.items() if m == metric) for metric in measured}
+        for metric in measured:
+            logs.setdefault(metric, logarithmic(c for (_, m), c in drawn.items() if m == metric))
         for (i, metric), c in drawn.items():
             arrays = {"x": c.x / axis.unit(largest)[0], "mean": c.mean}
             if len(groups[i].runs) > 1:
@@ -146,14 +145,9 @@ def _data(groups: Sequence[Group], along: Sequence[Axis], measured: Sequence[str
 
 
 def _title(groups: Sequence[Group]) -> str:
-    configs = [run.config for g in groups for run in g.runs]
-    tasks = sorted({str(_name(config.get("task"))) for config in configs})
-    data = sorted({str(_name(config.get("data"))) for config in configs})
-    return f"{', '.join(tasks)} on {', '.join(data)}"
-
-
-def _name(entry: Any) -> Any:
-    return entry.get("name") if isinstance(entry, dict) else entry
+    entries = [[g.runs[0].config.get(key) for g in groups] for key in ("task", "data")]
+    names = [{e["name"] if isinstance(e, dict) else e for e in found if e is not None} for found in entries]
+    return " on ".join(", ".join(sorted(found)) for found in names if found) or "Runs"
 
 
 def _gist(best_first: Sequence[Row], axis: Axis, runs: int) -> str:

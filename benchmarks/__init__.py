@@ -1,0 +1,1 @@
+"""Ratios of things measured in one run: machines are noisy, ratios carry over."""

@@ -1,0 +1,133 @@
+"""The fused step against its floor (two plain gradients) and against the five terms one by one, client by client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.nn import functional as F
+
+import fedbilevel as fb
+from benchmarks.measure import Row, seconds
+from fedbilevel.federation.simulated import stacked
+from fedbilevel.oracle import Oracle
+from fedbilevel.problem import Batch
+from fedbilevel.rng import fold_in, normal, root
+from fedbilevel.tree import Tree, dot
+
+Stack = tuple[Tree, Tree, Tree, Batch]
+
+
+def problem(net: torch.nn.Module, ridge: float = 1e-3) -> fb.Problem:
+    apply, x, y = fb.split_module(net, lower="head.")
+
+    def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(apply(x, y, batch[0]), batch[1]) + 0.5 * ridge * dot(y, y)
+
+    def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(apply(x, y, batch[0]), batch[1])
+
+    return fb.Problem(upper=upper, lower=lower, x=x, y=y)
+
+
+def stack(p: fb.Problem, clients: int, batch: int, shape: tuple[int, ...]) -> Stack:
+    """Every client at its own point, as in the middle of a round."""
+    key = root(0, "bench")
+
+    def spread(tree: Tree, tag: int) -> Tree:
+        noise = tree.map(lambda t: normal(fold_in(key, tag), (clients, *t.shape)) * 0.01)
+        return tree.map(lambda t, n: t.expand(clients, *t.shape) + n, noise)
+
+    def side(tag: int) -> tuple[Tensor, Tensor]:
+        labels = (normal(fold_in(key, tag + 1), (clients, batch)).abs() * 5).long().clamp(max=9)
+        return normal(fold_in(key, tag), (clients, batch, *shape)), labels
+
+    x, y = p.start
+    keys = fold_in(key, torch.arange(clients))
+    return spread(x, 1), spread(y, 2), spread(y, 3), Batch(side(10), side(20), keys)
+
+
+def two_plain_gradients(p: fb.Problem) -> Callable[[Tree, Tree, Tree, Batch], object]:
+    """One gradient of the lower loss on the training batch, one of the upper loss on the validation batch."""
+    oracle = Oracle(p)
+    return stacked(
+        lambda x, y, z, b: (grad(oracle.lower, argnums=(0, 1))(x, y, b), grad(oracle.upper, argnums=(0, 1))(x, y, b))
+    )
+
+
+def written_out_mlp(x: Tree, y: Tree, z: Tree, b: Batch) -> object:
+    """The same two gradients of the MLP as batched matrix products: nothing but arithmetic."""
+    w, c = x["backbone.1.weight"], x["backbone.1.bias"]
+    v, e = y["head.weight"], y["head.bias"]
+    out = []
+    for inputs, labels in (b.train, b.val):
+        a = inputs.flatten(2)
+        h = torch.baddbmm(c.unsqueeze(1), a, w.transpose(1, 2))
+        r = h.relu()
+        p = torch.baddbmm(e.unsqueeze(1), r, v.transpose(1, 2)).softmax(-1)
+        p.scatter_add_(2, labels.unsqueeze(-1), torch.full((*labels.shape, 1), -1.0))
+        p /= labels.shape[1]
+        dh = torch.bmm(p, v).mul_(h > 0)
+        out.append((torch.bmm(dh.transpose(1, 2), a), dh.sum(1), torch.bmm(p.transpose(1, 2), r), p.sum(1)))
+    return out
+
+
+def five_terms_one_by_one(p: fb.Problem, x: Tree, y: Tree, z: Tree, b: Batch) -> list[object]:
+    """What published codes do: a client at a time, each term by its own autograd calls."""
+    replies: list[object] = []
+    for i in range(len(next(iter(x.values())))):
+        xi, yi = ({n: t[i].detach().requires_grad_() for n, t in tree.items()} for tree in (x, y))
+        train, val = (tuple(t[i] for t in side) for side in (b.train, b.val))
+        xs, ys, zs = list(xi.values()), list(yi.values()), [t[i] for t in z.values()]
+        g_y = torch.autograd.grad(p.lower(xi, yi, train, ()), ys)
+        f_x = torch.autograd.grad(p.upper(xi, yi, val, ()), xs)
+        f_y = torch.autograd.grad(p.upper(xi, yi, val, ()), ys)
+        slope = torch.autograd.grad(p.lower(xi, yi, train, ()), ys, create_graph=True)
+        hessian = torch.autograd.grad(slope, ys, grad_outputs=zs)
+        slope = torch.autograd.grad(p.lower(xi, yi, train, ()), ys, create_graph=True)
+        cross = torch.autograd.grad(slope, xs, grad_outputs=zs)
+        replies.append(
+            (
+                [f - c for f, c in zip(f_x, cross, strict=True)],
+                g_y,
+                [h - f for h, f in zip(hessian, f_y, strict=True)],
+            )
+        )
+    return replies
+
+
+def rows() -> list[Row]:
+    found = []
+    mlp, cnn = problem(fb.nets.mlp(784, 200, 10)), problem(fb.nets.lenet(3, 32, 10))
+    for name, p, shape, limit, repeats in (
+        ("MLP", mlp, (1, 28, 28), "at most 1.5", 60),
+        ("CNN", cnn, (3, 32, 32), "at most 1.15", 15),
+    ):
+        at = stack(p, clients=10, batch=64, shape=shape)
+        fused, plain = stacked(Oracle(p).directions), two_plain_gradients(p)
+        functions: dict[str, Callable[[], object]] = {"fused": lambda: fused(*at), "vmap": lambda: plain(*at)}
+        if name == "MLP":
+            functions["written out"] = lambda: written_out_mlp(*at)
+        times = seconds(functions, repeats)
+        floor = min(value for key, value in times.items() if key != "fused")
+        detail = ", ".join(f"{key} {1e3 * value:.1f} ms" for key, value in times.items())
+        found.append(
+            Row(
+                f"fused step / two plain gradients, {name}, 10 clients, batch 64", times["fused"] / floor, limit, detail
+            )
+        )
+    at = stack(mlp, clients=10, batch=32, shape=(1, 28, 28))
+    fused = stacked(Oracle(mlp).directions)
+    times = seconds({"naive": lambda: five_terms_one_by_one(mlp, *at), "fused": lambda: fused(*at)}, 40)
+    detail = ", ".join(f"{key} {1e3 * value:.1f} ms" for key, value in times.items())
+    found.append(
+        Row(
+            "five terms one by one / fused and stacked, MLP, 10 clients, batch 32",
+            times["naive"] / times["fused"],
+            "at least 3",
+            detail,
+        )
+    )
+    return found

@@ -1,0 +1,239 @@
+"""Every registered algorithm goes through this suite by being registered."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedbilevel as fb
+from fedbilevel.algorithms import Algorithm
+from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO, State
+from fedbilevel.federation import Federation
+from fedbilevel.solve import Run
+
+from .cases import CASES, Case
+
+NAMES = fb.algorithms.names()
+
+
+def case(name: str) -> Case:
+    if name not in CASES:
+        pytest.fail(f"{name!r} is registered but has no case: add it to tests/conformance/cases.py")
+    return CASES[name]
+
+
+def build(name: str, **changes: Any) -> Algorithm:
+    return fb.algorithms.get(name)(**{**case(name).settings, **changes})
+
+
+def iterate(task: fb.tasks.Task, algorithm: Algorithm, iterations: int, **options: Any) -> Run:
+    environment = fb.Environment(**options.pop("environment", {}))
+    fed = fb.SimulatedFederation(task.problem, task.clients, algorithm, environment, **options)
+    run = Run(fed, rounds=10**9)
+    for _ in range(iterations):
+        run.advance()
+    return run
+
+
+def uneven(task: fb.tasks.Task) -> fb.tasks.Task:
+    """The task with clients of unequal size: client i keeps 2 + i % 3 training samples."""
+    clients = [
+        fb.ClientData(train=tuple(t[: 2 + i % 3] for t in c.train), val=c.val) for i, c in enumerate(task.clients)
+    ]
+    return dataclasses.replace(task, clients=clients)
+
+
+def check_converges(algorithm: Algorithm, rounds: int) -> None:
+    """On heterogeneous clients, full batches, everyone: a "global" method finds the point where grad Phi = 0."""
+    task = fb.tasks.load("quadratic", clients=5, condition=3.0, heterogeneity=1.0, seed=3)
+    start, goal = task.problem.x, task.x_star()
+    local = torch.stack([torch.linalg.norm(fb.hypergradient(task.problem, [c], goal)["x"]) for c in task.clients])
+    assert task.gradient(start)["x"].norm() > 0.1, "the fixture is flat: it would accept any algorithm"
+    assert local.min() > 0.1, "the fixture's clients agree: it would accept a method that averages local solutions"
+    result = fb.solve(task.problem, task.clients, algorithm, rounds=rounds, evaluate=task.evaluate, every=rounds)
+    assert result.status == "completed"
+    norms = [metrics["hypergradient_norm"] for metrics in result.history]
+    assert norms[-1] < 1e-6 * norms[0]
+    torch.testing.assert_close(result.x["x"], goal["x"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(result.y["y"], task.y_star(goal)["y"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_converges_to_what_it_solves(name: str) -> None:
+    assert fb.algorithms.get(name).solves == "global", (
+        "write the closed form of this kind of method's fixed point first"
+    )
+    check_converges(build(name), case(name).rounds)
+
+
+class Still(SimFBO):
+    """Does nothing."""
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        fed.ask("descend", fed.sample(), x=s.x, y=s.y, z=s.z)
+        return s
+
+
+class Ascends(SimFBO):
+    """Moves x uphill."""
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        return State(s.x + s.x - (new := super().iterate(s, fed)).x, new.y, new.z)
+
+
+class WithoutHessian(SimFBO):
+    """Drops the indirect term: z stays 0."""
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        return super().iterate(s, fed)._replace(z=s.z)
+
+
+class FirstClientOnly(SimFBO):
+    """Solves the problem of one client."""
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        r = fed.ask("descend", [0], x=s.x, y=s.y, z=s.z)
+        h = self
+        return State(
+            s.x - h.server_lr_x * r.mean("qx"), s.y - h.server_lr_y * r.mean("qy"), s.z - h.server_lr_z * r.mean("qz")
+        )
+
+
+@pytest.mark.parametrize("broken", [Still, Ascends, WithoutHessian, FirstClientOnly])
+def test_the_suite_refuses_broken_algorithms(broken: type[SimFBO]) -> None:
+    with pytest.raises(AssertionError):
+        check_converges(broken(**case("simfbo").settings), case("simfbo").rounds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stack_chunks_and_loop_agree(name: str) -> None:
+    task = uneven(fb.tasks.load("quadratic", clients=7, samples=6, noise=0.5, seed=1))
+    options = {
+        "environment": {"participation": 5, "local_steps": (1, 4), "batch_size": 3},
+        "weights": "samples",
+        "seed": 2,
+    }
+    whole = iterate(task, build(name), 5, **options)
+    one_at_a_time = iterate(task, build(name), 5, memory=1, **options)
+    loop = iterate(task, build(name), 5, mode="loop", **options)
+    assert (whole.state.x["x"] - task.problem.x["x"]).norm() > 1e-3
+    for other in (one_at_a_time, loop):
+        assert other.fed.ledger.phases == whole.fed.ledger.phases
+        for ours, theirs in zip(tensors(whole.state), tensors(other.state), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def tensors(state: Any) -> list[Tensor]:
+    return [torch.as_tensor(leaf) for leaf in torch.utils._pytree.tree_leaves(state)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("changes", [{}, {"radius": 0.3}], ids=["settings", "small radius"])
+def test_one_client_is_the_centralised_method(name: str, changes: dict[str, Any]) -> None:
+    task = fb.tasks.load("quadratic", clients=1, seed=4)
+    settings = case(name).settings | changes
+    run = iterate(task, build(name, **changes), 6, environment={"local_steps": 3})
+    matrices = tuple(part[0] for part in (*task.clients[0].train, *task.clients[0].val))
+    x, y = case(name).centralised(matrices, settings, 3, 6)  # type: ignore[arg-type]
+    torch.testing.assert_close(run.state.x["x"], x, rtol=0, atol=1e-12)
+    torch.testing.assert_close(run.state.y["y"], y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ledger_is_the_closed_form(name: str) -> None:
+    task = fb.tasks.load("quadratic", clients=4, dim_x=3, dim_y=2)
+    steps = [1, 4, 2, 3]
+    run = iterate(task, build(name), 3, environment={"local_steps": steps})
+    totals = run.fed.ledger.totals()
+    rounds, down, up, gradients = case(name).cost(steps, 8 * 3, 8 * 2)
+    assert totals["rounds"] == 3 * rounds
+    assert (totals["bytes_down"], totals["bytes_up"]) == (3 * down, 3 * up)
+    assert totals["gradients"] == 3 * gradients
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_seed_same_run_another_seed_another_run(name: str) -> None:
+    task = fb.tasks.load("quadratic", clients=6, samples=8, noise=1.0)
+    environment = {"participation": 3, "local_steps": (1, 3), "batch_size": 2}
+    first, again, other = (
+        iterate(task, build(name), 4, environment=environment, seed=seed).state.x["x"] for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_settings_are_refused_in_one_sentence(name: str) -> None:
+    steps = [f.name for f in dataclasses.fields(fb.algorithms.get(name)) if f.name.startswith(("lr_", "server_lr_"))]
+    assert {"lr_x", "lr_y"} <= set(steps)
+    for setting in steps:
+        for value in (-0.1, 0.0, float("nan"), float("inf"), "fast", None):
+            with pytest.raises((ValueError, TypeError), match=setting) as error:
+                build(name, **{setting: value})
+            assert "\n" not in str(error.value)
+    with pytest.raises((ValueError, TypeError), match="radius"):
+        build(name, radius=-1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schedules_stand_where_floats_do(name: str) -> None:
+    task = fb.tasks.load("quadratic", clients=2)
+    values = [0.3, 0.1, 0.05]
+    steps = [s for s in case(name).settings if s.startswith(("lr_", "server_lr_")) and "bounds" not in s]
+    scheduled = build(name, **{step: lambda t: values[t] for step in steps})
+    run = iterate(task, scheduled, 3)
+    by_hand = iterate(task, build(name, **dict.fromkeys(steps, values[0])), 1)
+    for value in values[1:]:
+        by_hand.algorithm = build(name, **dict.fromkeys(steps, value))
+        by_hand.advance()
+    assert torch.equal(run.state.x["x"], by_hand.state.x["x"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_refuses_the_other_kind_of_problem(name: str) -> None:
+    task = fb.tasks.load("quadratic", clients=2)
+    kind = {"shared": "private", "private": "shared"}[fb.algorithms.get(name).lower_level]
+    problem = dataclasses.replace(task.problem, lower_level=kind)
+    with pytest.raises(ValueError, match=f"{name} is for a .* lower level; this problem's is {kind}"):
+        fb.solve(problem, task.clients, build(name), rounds=1)
+
+
+def test_simfbo_solves_the_reweighted_problem_and_shrofbo_the_real_one() -> None:
+    """With fixed unequal tau_i and tiny local steps: the closed forms of algorithms under system heterogeneity."""
+    task = fb.tasks.load("quadratic", clients=4, condition=3.0, seed=5)
+    steps = [1, 2, 3, 5]
+    settings = {"lr_x": 1e-7, "lr_y": 1e-7, "lr_z": 1e-7, "server_lr_x": 0.05, "server_lr_y": 0.4, "server_lr_z": 0.4}
+    real, reweighted = task.x_star()["x"], task.x_star(weights=steps)["x"]
+    assert (real - reweighted).norm() > 0.1
+    for method, goal in ((SimFBO, reweighted), (ShroFBO, real)):
+        found = iterate(task, method(**settings), 200, environment={"local_steps": steps}).state.x["x"]
+        torch.testing.assert_close(found, goal, rtol=0, atol=1e-5)
+
+
+def test_simfbo_independent_batches_have_the_same_expectation_and_cost_seven_gradients() -> None:
+    task = fb.tasks.load("quadratic", clients=1, samples=1)
+    shared = iterate(task, build("simfbo"), 3, environment={"local_steps": 2})
+    independent = iterate(task, build("simfbo", independent_batches=True), 3, environment={"local_steps": 2})
+    torch.testing.assert_close(shared.state.x["x"], independent.state.x["x"], rtol=0, atol=1e-12)
+    assert independent.fed.ledger.totals()["gradients"] == 7 * 2 * 3
+    noisy = fb.tasks.load("quadratic", clients=1, samples=16, noise=1.0)
+    options = {"environment": {"batch_size": 2}}
+    shared, independent = (
+        iterate(noisy, build("simfbo", independent_batches=flag), 1, **options) for flag in (False, True)
+    )
+    assert not torch.allclose(shared.state.x["x"], independent.state.x["x"])
+    assert independent.fed.ledger.totals()["samples"] == 3 * shared.fed.ledger.totals()["samples"]
+
+
+def test_damping_solves_the_damped_system() -> None:
+    """At the fixed point (A + damping) z = grad_y F, so x solves grad_x F + B'z = 0 with that z."""
+    task = fb.tasks.load("quadratic", clients=1, condition=2.0)
+    state = iterate(task, build("simfbo", damping=0.5), 600).state
+    A, B, _, e, t, D = (part[0] for part in (*task.clients[0].train, *task.clients[0].val))
+    x, y, z = state.x["x"], state.y["y"], state.z["y"]
+    torch.testing.assert_close((A + 0.5 * torch.eye(4)) @ z, y - e + D @ x, rtol=0, atol=1e-8)
+    torch.testing.assert_close(x - t + D.T @ y + B.T @ z, torch.zeros_like(x), rtol=0, atol=1e-8)

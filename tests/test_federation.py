@@ -1,0 +1,286 @@
+"""The simulated federation: who is asked, what is counted, what is refused, and who is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fedbilevel as fb
+from fedbilevel.algorithms import Algorithm, Message, Phase
+from fedbilevel.federation import ClientError, Ledger, QuorumError
+from fedbilevel.oracle import Oracle
+
+
+class Probe(Phase):
+    """Replies with what the client was sent and saw, so that a test can read it."""
+
+    steps = "local"
+    batch = "train"
+    reply: ClassVar = {"mean": "x", "evaluations": "scalar", "own": "scalar"}
+    summed = False
+
+    def start(self, m: Message) -> Any:
+        return fb.Tree(x=torch.zeros(1, dtype=torch.float64)), torch.zeros((), dtype=torch.float64), m.own * m.scale
+
+    def step(self, k: int, carry: Any, oracle: Oracle, *batches: fb.Batch) -> Any:
+        seen, evaluations, own = carry
+        oracle.lower_gradient_y(fb.Tree(x=seen["x"]), fb.Tree(y=torch.zeros(1, dtype=torch.float64)), batches[0])
+        return seen + fb.Tree(x=batches[0].train[0].mean(0)), evaluations + 1, own
+
+    def finish(self, carry: Any) -> dict[str, Any]:
+        return dict(zip(("mean", "evaluations", "own"), carry, strict=True))
+
+
+class SummedProbe(Probe):
+    summed = True
+
+
+class Probing(Algorithm):
+    name = "probing"
+    phases: ClassVar = {"probe": Probe, "summed": SummedProbe}
+
+    def init(self, problem: fb.Problem) -> Any: ...
+
+    def iterate(self, s: Any, fed: Any) -> Any: ...
+
+
+def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor]) -> Tensor:
+    return 0.5 * ((y["y"] - batch[0]) ** 2).mean() + (x["x"] ** 2).sum()
+
+
+def federation(sizes: Sequence[int] = (4, 4, 4), clients: Any = None, **options: Any) -> fb.SimulatedFederation:
+    problem = fb.Problem(
+        upper=options.pop("loss", loss),
+        lower=loss,
+        x={"x": torch.ones(1, dtype=torch.float64)},
+        y={"y": torch.ones(1, dtype=torch.float64)},
+    )
+    data = [torch.arange(n, dtype=torch.float64).unsqueeze(1) + 100 * i for i, n in enumerate(sizes)]
+    clients = clients or [fb.ClientData(train=(d,), val=(d,)) for d in data]
+    environment = fb.Environment(**options.pop("environment", {}))
+    return fb.SimulatedFederation(problem, clients, Probing(), environment, **options)
+
+
+def ask(fed: fb.SimulatedFederation, clients: Sequence[int], phase: str = "probe") -> Any:
+    return fed.ask(phase, clients, each=[{"own": float(c)} for c in clients], scale=10.0)
+
+
+def test_each_and_shared_reach_their_clients_in_the_order_asked() -> None:
+    replies = ask(federation(environment={"local_steps": [1, 3, 2]}), [2, 0, 1])
+    found = {reply.client: float(reply.values["own"]) for reply in replies}
+    assert found == {0: 0.0, 1: 10.0, 2: 20.0}
+    assert {reply.client: reply.steps for reply in replies} == {0: 1, 1: 3, 2: 2}
+    assert all(reply.staleness == 0 for reply in replies)
+
+
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+@settings(max_examples=15, deadline=None)
+@given(steps=st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_evaluations_done_are_the_sum_of_the_steps(mode: str, steps: list[int]) -> None:
+    fed = federation(sizes=[3] * len(steps), environment={"local_steps": steps}, mode=mode)
+    replies = ask(fed, range(len(steps)))
+    assert [int(r.values["evaluations"]) for r in sorted(replies)] == steps
+    assert fed.ledger.totals()["gradients"] == sum(steps)
+    assert fed.ledger.totals()["samples"] == 3 * sum(steps)
+
+
+def test_full_batches_see_everything_and_minibatches_are_subsets_without_repetition() -> None:
+    full = ask(federation(sizes=[4, 6]), [0, 1])
+    assert {r.client: float(r.values["mean"]["x"]) for r in full} == {0: 1.5, 1: 102.5}
+    data = 2.0 ** torch.arange(8, dtype=torch.float64)
+    clients = [fb.ClientData(train=(data.unsqueeze(1),), val=(data.unsqueeze(1),))]
+    seen = set()
+    for seed in range(20):
+        fed = federation(clients=clients, environment={"batch_size": 3}, seed=seed)
+        total = round(3 * float(next(iter(ask(fed, [0]))).values["mean"]["x"]))
+        assert total.bit_count() == 3, "three distinct samples have three distinct powers of two"
+        seen.add(total)
+    assert len(seen) > 10
+
+
+def test_a_batch_larger_than_the_data_is_the_full_batch() -> None:
+    replies = ask(federation(sizes=[2, 9], environment={"batch_size": 4}), [0, 1])
+    assert {r.client: r.steps for r in replies} == {0: 1, 1: 1}
+    assert float(next(r for r in replies if r.client == 0).values["mean"]["x"]) == 0.5
+
+
+def test_a_client_asked_twice_draws_twice() -> None:
+    replies = list(ask(federation(sizes=[50], environment={"batch_size": 3}), [0, 0]))
+    first, second = (float(r.values["mean"]["x"]) for r in replies)
+    assert first != second
+
+
+@pytest.mark.parametrize("weights", ["uniform", "samples", [1.0, 2.0, 5.0]])
+def test_means_are_unbiased_over_cohorts(weights: Any) -> None:
+    """p~_i = (n / |C|) p_i: averaged over all cohorts of a size, the mean is the weighted mean over all clients."""
+    fed = federation(sizes=[2, 3, 7], weights=weights)
+    p = torch.tensor([fed.weights[i] for i in range(3)])
+    whole = ask(fed, [0, 1, 2]).mean("own")
+    assert whole == pytest.approx(float((p * torch.tensor([0.0, 10.0, 20.0])).sum()))
+    over_cohorts = sum(ask(fed, cohort).mean("own") for cohort in ([0, 1], [0, 2], [1, 2])) / 3
+    assert over_cohorts == pytest.approx(whole)
+    tree = ask(fed, [0, 1, 2]).mean("mean")
+    assert float(tree["x"]) == pytest.approx(float((p * torch.tensor([0.5, 101.0, 203.0])).sum()))
+
+
+def test_summed_replies_show_means_only() -> None:
+    replies = ask(federation(), [0, 2], phase="summed")
+    assert replies.mean("own") == 10.0
+    assert [(r.client, r.values) for r in replies] == [(0, {}), (2, {})]
+    with pytest.raises(KeyError, match="replies with mean, evaluations, own, steps, not 'hx'"):
+        replies.mean("hx")
+
+
+def test_chunks_keep_to_the_memory_and_change_nothing() -> None:
+    whole = federation(sizes=[4] * 9)
+    replies = ask(whole, range(9))
+    footprint = next(iter(whole._footprints.values()))
+    small = federation(sizes=[4] * 9, memory=2 * footprint)
+    sizes = []
+    run_stack = small._run_stack
+    small._run_stack = lambda exchange, work, lift, cost: (
+        sizes.append(len(work)),
+        run_stack(exchange, work, lift, cost),
+    )[1]  # type: ignore[method-assign]
+    assert ask(small, range(9)).mean("mean")["x"] == pytest.approx(float(replies.mean("mean")["x"]))
+    assert sizes[1:] == [2, 2, 2, 2, 1]  # the first one measured the footprint
+    assert small.ledger.phases == whole.ledger.phases
+
+
+def test_sampling_is_uniform_without_replacement_and_keyed() -> None:
+    fed = federation(sizes=[2] * 10, environment={"participation": 4})
+    cohorts = [fed.sample() for _ in range(500)]
+    assert all(len(set(c)) == 4 for c in cohorts)
+    counts = torch.bincount(torch.tensor(cohorts).flatten(), minlength=10).double()
+    assert float(((counts - 200) ** 2 / 200).sum()) < 27.9  # chi-square, 9 degrees of freedom, p = .001
+    again = federation(sizes=[2] * 10, environment={"participation": 4})
+    assert [again.sample() for _ in range(500)] == cohorts
+    assert federation(sizes=[2] * 10, environment={"participation": 4}, seed=1).sample() != cohorts[0]
+
+
+class Poisoned(Probe):
+    def finish(self, carry: Any) -> dict[str, Any]:
+        reply = super().finish(carry)
+        return reply | {"mean": reply["mean"].map(lambda t: torch.where(reply["own"] == 10.0, torch.nan, t))}
+
+
+class Poisoning(Probing):
+    phases: ClassVar = {"probe": Poisoned}
+
+
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+def test_a_reply_that_is_not_finite_is_refused_by_name_and_the_rest_counts(mode: str, caplog: Any) -> None:
+    fed = federation(mode=mode)
+    fed.settings = Poisoning()
+    replies = ask(fed, [0, 1, 2])
+    assert replies.refused == ["client 1: mean is not finite"]
+    assert "phase 'probe', round 1: reply refused, client 1: mean is not finite" in caplog.text
+    assert len(replies) == 2
+    assert replies.mean("own") == 10.0
+    assert fed.ledger.refused_replies == 1
+    with pytest.raises(QuorumError, match="phase 'probe', round 2: 0 of 1 replies were accepted, at least 1 needed"):
+        ask(fed, [1])
+
+
+def fails_on_client_1(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor]) -> Tensor:
+    if batch[0].shape[0] == 5:
+        raise IndexError("target 12 is out of bounds")
+    return loss(x, y, batch)
+
+
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+def test_a_failing_client_is_named_with_phase_and_round(mode: str) -> None:
+    fed = federation(sizes=[4, 5, 4], mode=mode)
+    object.__setattr__(fed.problem, "lower", lambda x, y, batch, rng: fails_on_client_1(x, y, batch))
+    with pytest.raises(
+        ClientError, match=r"^client 1, phase 'probe', round 1: IndexError: target 12 is out of bounds$"
+    ):
+        ask(fed, [0, 1, 2])
+
+
+def test_a_loss_that_cannot_be_stacked_is_told_so() -> None:
+    fed = federation()
+
+    def branching(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor], rng: Any) -> Tensor:
+        return loss(x, y, batch) if batch[0].sum() > 0 else 2 * loss(x, y, batch)
+
+    object.__setattr__(fed.problem, "lower", branching)
+    with pytest.raises(ClientError, match=r"every client runs by itself but not in a stack.*mode='loop'"):
+        ask(fed, [0, 1, 2])
+
+
+class Lazy:
+    """100,000 clients that exist only while they are looked at; client 7 is broken."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, i: int) -> fb.ClientData:
+        self.made.append(i)
+        data = torch.full((3, 1), torch.nan if i == 7 else float(i), dtype=torch.float64)
+        return fb.ClientData(train=(data,), val=(data,))
+
+
+def test_lazy_clients_are_made_only_for_the_cohort_and_broken_ones_named() -> None:
+    lazy = Lazy()
+    fed = federation(clients=lazy, environment={"participation": 5})
+    cohort = fed.sample()
+    ask(fed, cohort)
+    assert set(lazy.made) == {0, *cohort}
+    with pytest.raises(ValueError, match=r"^client 7, phase 'probe', round 2: train\[0\] holds NaN or infinity"):
+        ask(fed, [7])
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ({"mean": "x"}, r"replied with \['evaluations', 'mean', 'own'\]; it declares \['mean'\]"),
+        ({"mean": "scalar", "evaluations": "scalar", "own": "scalar"}, "'mean' of another shape than 'scalar'"),
+        ({"mean": "y", "evaluations": "scalar", "own": "scalar"}, "'mean' of another shape than 'y'"),
+    ],
+)
+def test_replies_must_be_what_the_phase_declares(reply: dict[str, str], message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Probe, "reply", reply)
+    with pytest.raises(TypeError, match=message):
+        ask(federation(), [0])
+
+
+def test_wrong_calls_are_refused_in_one_sentence() -> None:
+    fed = federation()
+    with pytest.raises(ValueError, match="client is 3; it must be 0 to 2"):
+        ask(fed, [3])
+    with pytest.raises(ValueError, match="each has 1 entries; it must have one for each of 2 clients"):
+        fed.ask("probe", [0, 1], each=[{"own": 1.0}])
+    with pytest.raises(ValueError, match="clients is empty"):
+        federation(clients=[], sizes=[])
+    with pytest.raises(RuntimeError, match="post needs the clock"):
+        fed.post("probe", [0])
+    with pytest.raises(RuntimeError, match="collect needs the clock"):
+        fed.collect(1)
+    with pytest.raises(ValueError, match="participation is 4; there are only 3 clients"):
+        federation(environment={"participation": 4})
+    with pytest.raises(ClientError, match="the message holds scale, steps, not 'own'"):
+        fed.ask("probe", [0], scale=1.0)
+
+
+def test_the_ledger_survives_a_round_trip() -> None:
+    fed = federation(environment={"participation": 2})
+    ask(fed, fed.sample())
+    fed.record(residual=0.5)
+    saved = fed.snapshot()
+    twin = federation(environment={"participation": 2})
+    twin.restore(saved)
+    assert twin.ledger == fed.ledger
+    assert twin.ledger == Ledger.load(saved["ledger"])
+    assert twin.sample() == fed.sample()
+    assert twin.records() == fed.records() == {"residual": 0.5}
+    assert twin.records() == {}
