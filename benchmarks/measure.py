@@ -35,6 +35,10 @@ def seconds(functions: Mapping[str, Callable[[], object]], repeats: int, warm_up
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def describe(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in times.items())
+
+
 def show(rows: list[Row], path: Path) -> None:
     table = Table("benchmark", "ratio", "limit", "measured", title="fedbilevel: ratios of one run")
     for row in rows:

@@ -11,7 +11,7 @@ import torch
 
 import fedbilevel as fb
 from benchmarks.fused import problem
-from benchmarks.measure import Row, seconds
+from benchmarks.measure import Row, describe, seconds
 from fedbilevel.rng import fold_in, normal, root
 from fedbilevel.solve import Run
 
@@ -54,7 +54,7 @@ def rows() -> list[Row]:
             "a round with 100,000 registered clients / with 100, cohort 10",
             times["100,000"] / times["100"],
             "at most 1.2",
-            ", ".join(f"{name} clients {1e3 * value:.1f} ms" for name, value in times.items()),
+            describe({f"{name} clients": value for name, value in times.items()}),
         ),
         Row(
             "peak memory with 100,000 registered clients / with 100",

@@ -28,10 +28,10 @@ class Probe(Phase):
     def start(self, m: Message) -> Any:
         return fb.Tree(x=torch.zeros(1, dtype=torch.float64)), torch.zeros((), dtype=torch.float64), m.own * m.scale
 
-    def step(self, k: int, carry: Any, oracle: Oracle, *batches: fb.Batch) -> Any:
+    def step(self, carry: Any, oracle: Oracle, batch: fb.Batch) -> Any:
         seen, evaluations, own = carry
-        oracle.lower_gradient_y(fb.Tree(x=seen["x"]), fb.Tree(y=torch.zeros(1, dtype=torch.float64)), batches[0])
-        return seen + fb.Tree(x=batches[0].train[0].mean(0)), evaluations + 1, own
+        oracle.lower_gradient_y(fb.Tree(x=seen["x"]), fb.Tree(y=torch.zeros(1, dtype=torch.float64)), batch)
+        return seen + fb.Tree(x=batch.train[0].mean(0)), evaluations + 1, own
 
     def finish(self, carry: Any) -> dict[str, Any]:
         return dict(zip(("mean", "evaluations", "own"), carry, strict=True))
@@ -177,7 +177,7 @@ class Poisoning(Probing):
 @pytest.mark.parametrize("mode", ["stack", "loop"])
 def test_a_reply_that_is_not_finite_is_refused_by_name_and_the_rest_counts(mode: str, caplog: Any) -> None:
     fed = federation(mode=mode)
-    fed.settings = Poisoning()
+    fed.algorithm = fed.settings = Poisoning()
     replies = ask(fed, [0, 1, 2])
     assert replies.refused == ["client 1: mean is not finite"]
     assert "phase 'probe', round 1: reply refused, client 1: mean is not finite" in caplog.text

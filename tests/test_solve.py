@@ -155,7 +155,7 @@ def test_a_constraint_on_x_holds_for_the_server_and_the_clients(task: Any) -> No
         x={"x": torch.ones(5, dtype=torch.float64)},
         project_x=lambda x: x.map(lambda t: t.clamp(min=0.2)),
     )
-    result = fb.solve(problem, task.clients, "simfbo", rounds=60, environment=fb.Environment(local_steps=3))
+    result = fb.solve(problem, task.clients, "simfbo", rounds=40, environment=fb.Environment(local_steps=3))
     assert all(seen)
     assert float(result.x["x"].min()) == pytest.approx(0.2)
     assert float(result.x["x"].max()) > 0.2

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch
 
 
 class Message(SimpleNamespace):
@@ -19,10 +18,11 @@ class Message(SimpleNamespace):
 
 
 class Phase(ABC):
-    """What a client does on receiving a message: start, step (repeated), finish. Pure, and written for one client.
+    """What a client does on receiving a message: start, first, step (repeated), finish. Written for one client.
 
-    A carry is any nest of tuples and trees of tensors. The runtime owns the loop: it draws the batches, runs `step` as
-    often as it should, for one client or for a stack of them under `torch.func.vmap`, and counts.
+    A carry is any nest of tuples and trees of tensors. The runtime owns the loop: it draws the batches, runs the steps,
+    for one client or for a stack of them under `torch.func.vmap`, and counts. All four are pure functions of what they
+    are given and of the settings: a step that is run often is traced once and replayed.
     """
 
     steps: ClassVar[Literal["local"] | int] = 1
@@ -35,14 +35,18 @@ class Phase(ABC):
 
     @property
     def draws(self) -> int:
-        """Independent batches a step, each passed to `step`."""
+        """Independent batches a step: with one, a step is given a `Batch`, with more a tuple of them."""
         return 1
 
     @abstractmethod
     def start(self, message: Message) -> Any: ...
 
+    def first(self, carry: Any, oracle: Oracle, batch: Any) -> Any:
+        """The first step, where it differs from the others."""
+        return self.step(carry, oracle, batch)
+
     @abstractmethod
-    def step(self, k: int, carry: Any, oracle: Oracle, *batches: Batch) -> Any: ...
+    def step(self, carry: Any, oracle: Oracle, batch: Any) -> Any: ...
 
     @abstractmethod
     def finish(self, carry: Any) -> dict[str, Any]: ...

@@ -104,9 +104,9 @@ class Run:
     def __init__(self, fed: SimulatedFederation, rounds: int, evaluate: Evaluate | None = None, every: int = 1) -> None:
         self.rounds = checks.integer("rounds", rounds, least=0)
         self.every = checks.integer("every", every, least=1)
-        self.fed, self.algorithm, self.evaluate = fed, fed.settings, evaluate
+        self.fed, self.evaluate = fed, evaluate
         self.losses = Losses(fed)
-        self.state = self.algorithm.init(fed.problem)
+        self.state = fed.algorithm.init(fed.problem)
         self.good = self.state
         self.history: list[dict[str, Any]] = []
         self.status, self.reason = "completed", ""
@@ -135,7 +135,7 @@ class Run:
     def advance(self) -> None:
         """One iteration."""
         started = time.perf_counter()
-        self.fed.settings = settings = self.algorithm.at(self.fed.ledger.iterations)
+        self.fed.settings = settings = self.fed.algorithm.at(self.fed.ledger.iterations)
         self.state = settings.iterate(self.state, self.fed)
         self.fed.ledger.iterations += 1
         self.fed.ledger.wall_s += time.perf_counter() - started

@@ -188,7 +188,7 @@ def test_schedules_stand_where_floats_do(name: str) -> None:
     run = iterate(task, scheduled, 3)
     by_hand = iterate(task, build(name, **dict.fromkeys(steps, values[0])), 1)
     for value in values[1:]:
-        by_hand.algorithm = build(name, **dict.fromkeys(steps, value))
+        by_hand.fed.algorithm = build(name, **dict.fromkeys(steps, value))
         by_hand.advance()
     assert torch.equal(run.state.x["x"], by_hand.state.x["x"])
 

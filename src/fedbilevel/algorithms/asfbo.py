@@ -62,25 +62,26 @@ class Descend(Phase):
         zeros = Directions(*map(zeros_like, here))
         return Local(here, here, zeros, zeros, msg.steps)
 
-    def step(self, k: int, c: Local, oracle: Oracle, *batches: Batch) -> Local:
-        h = self.settings
-        m = self.momentum(k, c, oracle, *batches)
-        x, y, z = c.now
+    def first(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
+        """m_0 = d at the broadcast point (eq. 16)."""
+        return self.move(c, oracle.directions(*c.now, batch, self.settings.damping), oracle)
+
+    def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
+        """m_k = beta d(new point) + (1 - beta) m_{k-1} (eq. 20)."""
+        beta = self.settings.momentum_weight
+        d = oracle.directions(*c.now, batch, self.settings.damping)
+        return self.move(c, Directions(*(beta * new + (1 - beta) * m for new, m in zip(d, c.m, strict=True))), oracle)
+
+    def move(self, c: Local, m: Directions, oracle: Oracle) -> Local:
+        """var <- var - lr_var m (eq. 19), q <- q + m (eq. 22)."""
+        h, (x, y, z) = self.settings, c.now
         return Local(
             now=Point(oracle.project_x(x - h.lr_x * m.x), y - h.lr_y * m.y, z - h.lr_z * m.z),
             before=c.now,
             m=m,
-            q=Directions(c.q.x + m.x, c.q.y + m.y, c.q.z + m.z),
+            q=Directions(*(q + m for q, m in zip(c.q, m, strict=True))),
             steps=c.steps,
         )
-
-    def momentum(self, k: int, c: Local, oracle: Oracle, batch: Batch) -> Directions:
-        """m_0 = d(first point);  m_k = beta d(new) + (1 - beta) m_{k-1}   (eq. 16, 20)."""
-        beta = self.settings.momentum_weight
-        d = oracle.directions(*c.now, batch, self.settings.damping)
-        if k == 0:
-            return d
-        return Directions(*(beta * new + (1 - beta) * m for new, m in zip(d, c.m, strict=True)))
 
     def finish(self, c: Local) -> dict[str, Any]:
         return {"hx": c.q.x / c.steps, "hy": c.q.y / c.steps, "hz": c.q.z / c.steps}
@@ -168,14 +169,13 @@ class ASFBO(Algorithm):
 class DescendStorm(Descend):
     """As `Descend`, with momentum-based variance reduction."""
 
-    def momentum(self, k: int, c: Local, oracle: Oracle, batch: Batch) -> Directions:
-        """m_0 = d(first point);  m_k = d(new) + (1 - beta) (m_{k-1} - d(old)), both on one batch   (eq. 16, 21)."""
+    def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
+        """m_k = d(new point) + (1 - beta) (m_{k-1} - d(old point)), both on one batch (eq. 21)."""
         beta, damping = self.settings.momentum_weight, self.settings.damping
         d = oracle.directions(*c.now, batch, damping)
-        if k == 0:
-            return d
         old = oracle.directions(*c.before, batch, damping)
-        return Directions(*(new + (1 - beta) * (m - was) for new, m, was in zip(d, c.m, old, strict=True)))
+        m = Directions(*(new + (1 - beta) * (m - was) for new, m, was in zip(d, c.m, old, strict=True)))
+        return self.move(c, m, oracle)
 
 
 @register("la-asfbo")

@@ -16,7 +16,7 @@ from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.federation.base import Federation
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.phase import Message, Phase
-from fedbilevel.problem import Batch, Problem
+from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, norm, project, zeros_like
 
@@ -53,9 +53,9 @@ class Descend(Phase):
     def start(self, m: Message) -> Local:
         return Local(m.x, m.y, m.z, Directions(zeros_like(m.x), zeros_like(m.y), zeros_like(m.z)), m.steps)
 
-    def step(self, k: int, c: Local, oracle: Oracle, *batches: Batch) -> Local:
+    def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         h = self.settings
-        d = self.directions(c, oracle, *batches)
+        d = self.directions(c, oracle, batch)
         return Local(
             x=oracle.project_x(c.x - h.lr_x * d.x),
             y=c.y - h.lr_y * d.y,
@@ -64,11 +64,11 @@ class Descend(Phase):
             steps=c.steps,
         )
 
-    def directions(self, c: Local, oracle: Oracle, *batches: Batch) -> Directions:
+    def directions(self, c: Local, oracle: Oracle, batch: Any) -> Directions:
         h = self.settings
         if not h.independent_batches:
-            return oracle.directions(c.x, c.y, c.z, batches[0], h.damping)
-        for_y, for_z, for_x = batches
+            return oracle.directions(c.x, c.y, c.z, batch, h.damping)
+        for_y, for_z, for_x = batch
         return Directions(
             x=oracle.upper_gradient_x(c.x, c.y, for_x) - oracle.cross_product(c.x, c.y, c.z, for_x),
             y=oracle.lower_gradient_y(c.x, c.y, for_y),

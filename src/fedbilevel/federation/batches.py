@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Batches:
         self.samples = draws * sum(_count(clients[0], side, self.size) for side in self.sides)
         self._full: dict[str, Data] = {}
 
-    def at(self, k: int, active: int) -> tuple[Batch, ...]:
+    def at(self, k: int, active: int) -> Any:
         """The batches of step k, for the first `active` clients."""
         keys = fold_in(self.keys[:active], k)
         drawn = []
@@ -34,7 +34,7 @@ class Batches:
             key = fold_in(keys, draw)
             parts = {side: self._side(side, fold_in(key, j), active) for j, side in enumerate(self.sides)}
             drawn.append(Batch(**parts, rng=fold_in(key, 2).to(self.device)))
-        return tuple(drawn)
+        return tuple(drawn) if self.draws > 1 else drawn[0]
 
     def _side(self, side: str, keys: Tensor, active: int) -> Data:
         sizes = [client.size(side) for client in self.clients[:active]]

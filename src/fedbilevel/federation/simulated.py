@@ -22,10 +22,13 @@ from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, root, subset
+from fedbilevel.trace import Flat, trace
 from fedbilevel.tree import nbytes
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
+
+TRACE_FROM = 50  # iterations; a trace costs about as much as it saves in that many
 
 Each = Sequence[Mapping[str, Any]] | None
 
@@ -74,7 +77,8 @@ class SimulatedFederation:
     ) -> None:
         if len(clients) == 0:
             raise ValueError("clients is empty; a federation needs at least one")
-        self.problem, self.clients, self.settings = problem, clients, algorithm
+        self.problem, self.clients = problem, clients
+        self.algorithm = self.settings = algorithm
         self.environment = environment or Environment()
         self.environment.check(len(clients))
         self.weights = client_weights(weights, clients)
@@ -87,6 +91,7 @@ class SimulatedFederation:
         self.assignments = 0
         self._records: dict[str, list[float]] = defaultdict(list)
         self._footprints: dict[Hashable, int] = {}
+        self._traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int]] = {}
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -206,7 +211,7 @@ class SimulatedFederation:
 
     def _run_stack(self, exchange: Exchange, work: list[Assignment], lift: Lift, cost: Cost) -> Iterator[Part]:
         """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
-        role, oracle = exchange.role, Oracle(self.problem)
+        role = exchange.role
         data, keys = [self.clients[w.client] for w in work], torch.stack([w.key for w in work])
         batches = Batches(data, keys, role.batch, self.environment.batch_size, role.draws, self.device)
         dtype = next(iter(self.problem.x.values())).dtype
@@ -220,12 +225,37 @@ class SimulatedFederation:
                 done.append((work[still:active], pytree.tree_map(lambda t, still=still: t[still:], carry)))
                 carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
                 active = still
-            before = oracle.gradients
-            carry = lift(lambda c, drawn, k=k: role.step(k, c, oracle, *drawn))(carry, batches.at(k, active))
-            cost.gradients += (oracle.gradients - before) * active
+            carry, gradients = self._step(exchange, k == 0, carry, batches.at(k, active), lift)
+            cost.gradients += gradients * active
             cost.samples += batches.samples * active
         for part, final in [(work[:active], carry), *done]:
             yield part, lift(role.finish)(final)
+
+    def _step(self, exchange: Exchange, first: bool, carry: Any, batch: Any, lift: Lift) -> tuple[Any, int]:
+        """One step of a stack, and the gradient-equivalents each client spent on it.
+
+        Once a run has shown to be long the step is traced, and replayed from then on. When, depends on the iteration
+        alone: a resumed run makes the same choice, and so the same bits, as one that was never stopped.
+        """
+        values, form = pytree.tree_flatten((carry, batch))
+        oracle, step = Oracle(self.problem), exchange.role.first if first else exchange.role.step
+        after = form
+
+        def flat(*values: Tensor) -> list[Tensor]:
+            nonlocal after
+            stepped = lift(lambda c, b: step(c, oracle, b))(*pytree.tree_unflatten(values, form))
+            leaves, after = pytree.tree_flatten(stepped)
+            return leaves
+
+        moving = self.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
+        if self.ledger.iterations < TRACE_FROM or lift is not stacked or moving:
+            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
+        key = (exchange.phase, first, form, tuple((value.shape, value.dtype) for value in values))
+        if key not in self._traces:
+            run = trace(flat, values)
+            self._traces[key] = (run, after, oracle.gradients)
+        run, after, gradients = self._traces[key]
+        return pytree.tree_unflatten(run(*values), after), gradients
 
 
 def on_client(client: int, place: str, run: Callable[[], Any]) -> Any:

@@ -1,0 +1,226 @@
+"""Solvers of H z = b against dense linear algebra."""
+
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad
+from torch.linalg import matrix_power
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedbilevel.linear import CG, Neumann, largest_eigenvalue
+from fedbilevel.rng import normal, root
+from fedbilevel.tree import Tree, dot, flatten, norm, unflatten
+
+# Vectors of 1, 1, 6 and 12 numbers.
+SHAPES = {"scalar": [()], "d = 1": [(1,)], "one tensor": [(6,)], "four tensors": [(2, 3), (1,), (), (4, 1)]}
+
+
+class System:
+    """H = Q diag(eigenvalues) Q', b, and the products with H, counted."""
+
+    def __init__(self, shapes, eigenvalues=None, condition=10.0, seed=0, top=2.0):
+        like = Tree({f"t{j}": torch.empty(shape, dtype=torch.float64) for j, shape in enumerate(shapes)})
+        d = like.numel
+        if eigenvalues is None:
+            eigenvalues = top * condition ** -torch.linspace(0, 1, d, dtype=torch.float64)
+        Q, _ = torch.linalg.qr(normal(root(seed, "Q"), (d, d), torch.float64))
+        self.H = Q @ torch.diag(torch.as_tensor(eigenvalues, dtype=torch.float64)) @ Q.T
+        self.b = unflatten(normal(root(seed, "b"), (d,), torch.float64), like)
+        self.calls = 0
+
+    def __call__(self, v):
+        self.calls += 1
+        return unflatten(self.H @ flatten(v), v)
+
+    @property
+    def solution(self):
+        return torch.linalg.solve(self.H, flatten(self.b))
+
+    def residual(self, z):
+        return float((self.H @ flatten(z) - flatten(self.b)).norm() / flatten(self.b).norm())
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
+def shapes(request):
+    return request.param
+
+
+@pytest.mark.parametrize("condition", [1.0, 10.0, 1e3, 1e5])
+def test_cg_solves(shapes, condition):
+    system = System(shapes, condition=condition)
+    found = CG(tolerance=1e-13)(system, system.b)
+    assert list(found.value) == list(system.b)
+    torch.testing.assert_close(flatten(found.value), system.solution, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("condition", [1.0, 10.0, 50.0])
+def test_neumann_solves(shapes, condition):
+    system = System(shapes, condition=condition)
+    found = Neumann(steps=2000, lr=0.45)(system, system.b)
+    torch.testing.assert_close(flatten(found.value), system.solution, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [CG(), CG(tolerance=1e-2), CG(tolerance=0.0, steps=3), CG(steps=1), Neumann(), Neumann(steps=1), Neumann(3, 0.4)],
+    ids=repr,
+)
+def test_residual_and_products_are_the_true_ones(shapes, solver):
+    system = System(shapes, condition=1e3)
+    found = solver(system, system.b)
+    assert found.products == system.calls
+    assert found.residual == pytest.approx(system.residual(found.value), rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.parametrize("solver", [CG(), Neumann(steps=3)], ids=repr)
+def test_a_zero_right_hand_side(solver):
+    system = System([(2, 3), ()])
+    found = solver(system, 0.0 * system.b)
+    assert norm(found.value) == 0
+    assert found.residual == 0
+    assert found.products == system.calls
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.floats(1, 1e4), st.sampled_from([1e-2, 1e-5, 1e-9]))
+def test_cg_reaches_its_tolerance_and_stops_there(seed, condition, tolerance):
+    """It stops at the first step that reaches the goal: one step less does not."""
+    system = System([(3, 3), (6,)], condition=condition, seed=seed)
+    found = CG(tolerance=tolerance)(system, system.b)
+    assert found.residual <= tolerance * (1 + 1e-3)
+    steps = found.products - 1
+    assert steps == 1 or CG(tolerance=tolerance, steps=steps - 1)(system, system.b).residual > tolerance * (1 - 1e-3)
+
+
+@pytest.mark.parametrize("distinct", [1, 2, 3])
+def test_cg_needs_a_step_for_each_distinct_eigenvalue(distinct):
+    system = System([(3, 4)], eigenvalues=[1.0 + j % distinct for j in range(12)])
+    found = CG(tolerance=1e-12)(system, system.b)
+    assert found.products == distinct + 1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_cg_is_optimal_on_its_krylov_space(steps):
+    """z_k minimises 1/2 z'Hz - b'z over span(b, Hb, ..., H^(k-1) b)."""
+    system = System([(4,), (2, 4)], condition=100.0)
+    b = flatten(system.b)
+    V, _ = torch.linalg.qr(torch.stack([matrix_power(system.H, j) @ b for j in range(steps)], dim=1))
+    best = V @ torch.linalg.solve(V.T @ system.H @ V, V.T @ b)
+    found = CG(steps=steps)(system, system.b)
+    torch.testing.assert_close(flatten(found.value), best, rtol=1e-9, atol=1e-9)
+    assert found.residual > 1e-3
+
+
+@pytest.mark.parametrize(
+    "eigenvalues",
+    [[-1.0], [0.0], [-1.0, -2.0, -0.5], [2.0, 1.0, -0.5]],
+    ids=["d = 1", "zero", "concave", "indefinite"],
+)
+def test_cg_refuses_what_is_not_positive_definite(eigenvalues):
+    system = System([(len(eigenvalues),)], eigenvalues=eigenvalues)
+    with pytest.raises(ValueError, match=r"^CG met curvature \S+ at step \d+: the matrix is not positive definite"):
+        CG()(system, system.b)
+
+
+def test_cg_refuses_nan():
+    b = Tree(y=torch.ones(2))
+    with pytest.raises(ValueError, match="CG met curvature nan at step 0"):
+        CG()(lambda v: v * float("nan"), b)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+@pytest.mark.parametrize("lr", [0.05, 0.4, 0.9])
+def test_neumann_is_its_sum(shapes, steps, lr):
+    """lr sum_{j < steps} (I - lr H)^j b, which leaves the residual (I - lr H)^steps b."""
+    system = System(shapes, condition=30.0)
+    b, step = flatten(system.b), torch.eye(len(flatten(system.b)), dtype=torch.float64) - lr * system.H
+    found = Neumann(steps=steps, lr=lr)(system, system.b)
+    expected = lr * sum(matrix_power(step, j) @ b for j in range(steps))
+    torch.testing.assert_close(flatten(found.value), expected, rtol=1e-11, atol=1e-11)
+    assert found.residual == pytest.approx(float((matrix_power(step, steps) @ b).norm() / b.norm()), abs=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.floats(1, 100), st.floats(0.05, 0.5), st.integers(1, 20))
+def test_neumann_gains_with_every_term(seed, condition, lr, steps):
+    system = System([(2, 3)], condition=condition, seed=seed)
+    fewer, more = (Neumann(steps=k, lr=lr)(system, system.b).residual for k in (steps, steps + 1))
+    assert more < fewer or fewer < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "sentence"),
+    [
+        (lambda: CG(tolerance=-1.0), ValueError, "tolerance is -1.0; it must not be negative"),
+        (lambda: CG(steps=0), ValueError, "steps is 0; it must be at least 1"),
+        (lambda: CG(steps=2.5), TypeError, "steps is 2.5; it must be a whole number"),
+        (lambda: Neumann(steps=0), ValueError, "steps is 0; it must be at least 1"),
+        (lambda: Neumann(lr=0.0), ValueError, "lr is 0.0; it must be above 0"),
+    ],
+)
+def test_settings_are_checked(build, kind, sentence):
+    with pytest.raises(kind, match=f"^{sentence}$"):
+        build()
+
+
+@pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])
+@pytest.mark.parametrize("top", [1e-3, 7.0])
+def test_largest_eigenvalue(shapes, condition, top):
+    """Power iteration comes from below."""
+    system = System(shapes, condition=condition, top=top)
+    value = largest_eigenvalue(system, system.b, steps=500)
+    assert top * (1 - 1e-3) <= value <= top * (1 + 1e-12)
+
+
+def test_largest_eigenvalue_of_few_steps():
+    """||H^k v|| / ||H^(k-1) v||."""
+    system = System([(2, 3), (2,)], condition=5.0)
+    powers = [float((matrix_power(system.H, k) @ flatten(system.b)).norm()) for k in range(4)]
+    for k in (1, 2, 3):
+        assert largest_eigenvalue(system, system.b, steps=k) == pytest.approx(powers[k] / powers[k - 1], rel=1e-12)
+
+
+def test_largest_eigenvalue_of_zero():
+    assert largest_eigenvalue(lambda v: 0.0 * v, Tree(y=torch.ones(3))) == 0
+
+
+class Live(TorchDispatchMode):
+    """Counts the tensors alive at once, of those made in its context."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.alive += 1
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(made, self.died)
+        return made
+
+    def died(self):
+        self.alive -= 1
+
+
+@pytest.mark.parametrize(
+    "solver", [lambda steps: CG(tolerance=0.0, steps=steps), lambda steps: Neumann(steps, 0.1)], ids=["CG", "Neumann"]
+)
+def test_memory_does_not_grow_with_steps(solver):
+    """Also when the products come from differentiation."""
+    scale = torch.logspace(0, -3, 60, dtype=torch.float64).reshape(2, 30)
+    y = Tree(a=torch.sin(torch.arange(30, dtype=torch.float64)), b=torch.tensor(0.5, dtype=torch.float64))
+
+    def slope(y, v):
+        return dot(grad(lambda y: (scale * torch.cosh(y["a"] + y["b"])).sum() + y["b"] ** 2)(y), v)
+
+    def peak(steps):
+        with Live() as live:
+            found = solver(steps)(lambda v: grad(slope)(y, v), y)
+        assert found.products in (steps, steps + 1)
+        return live.peak
+
+    assert peak(4) == peak(40) > 4
