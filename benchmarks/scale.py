@@ -33,7 +33,7 @@ def run(clients: int) -> Run:
     algorithm = fb.algorithms.get("simfbo")()
     environment = fb.Environment(participation=10, batch_size=32)
     fed = fb.SimulatedFederation(problem(fb.nets.mlp(784, 200, 10)), LazyClients(clients), algorithm, environment)
-    return Run(fed, rounds=10**9)
+    return Run(fed, {})
 
 
 def peak_memory(clients: int) -> float:

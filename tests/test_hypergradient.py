@@ -201,7 +201,7 @@ def test_an_x_that_requires_a_gradient(method):
 
 
 def test_single_precision(method):
-    task, x = quadratic(condition=10.0, dtype=torch.float32), {"x": draw("x", 5).float()}
+    task, x = quadratic(condition=10.0, dtype="float32"), {"x": draw("x", 5).float()}
     got = hypergradient(task.problem, task.clients, x, method)
     assert got["x"].dtype == torch.float32
     torch.testing.assert_close(got, task.gradient(x), rtol=1e-4, atol=1e-4)
@@ -262,7 +262,9 @@ def test_a_lower_level_that_is_not_strongly_convex(method, problem, clients):
 def test_a_lower_level_with_a_kink():
     """Strongly convex, but its gradient vanishes nowhere."""
     problem, clients = stub(lambda x, y, b: ((y["y"] - x["x"]).abs() + 0.1 * y["y"] ** 2).sum())
-    with pytest.raises(ValueError, match=r"^the lower level was not solved: \|\|grad_y G\|\| is \S+, wanted "):
+    with pytest.raises(
+        ValueError, match=r"^the lower level was not solved: \|\|grad_y G\|\| is \S+ and a Newton step has length "
+    ):
         solve_lower(problem, clients, problem.x)
 
 

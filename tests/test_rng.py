@@ -197,6 +197,10 @@ def test_subset_of_nearly_everyone_leaves_out_each_as_often():
     assert chi_square(left_out.values(), n / 5) <= CHI2_999[4]
 
 
+def test_subset_of_everyone_is_in_order():
+    assert subset(KEY, 6, 6) == list(range(6))
+
+
 def test_subset_of_a_huge_population(monkeypatch):
     """As many words are drawn from 10^12 clients as from 10^4."""
     drawn = []

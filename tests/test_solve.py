@@ -73,7 +73,7 @@ def test_an_interrupted_iteration_leaves_no_trace(task: Any) -> None:
     environment = fb.Environment(participation=2, batch_size=2)
 
     def run() -> Run:
-        return Run(fb.SimulatedFederation(task.problem, task.clients, algorithm, environment), rounds=6)
+        return Run(fb.SimulatedFederation(task.problem, task.clients, algorithm, environment), {"rounds": 6})
 
     whole, stopped = run(), run()
     list(whole)
@@ -173,7 +173,7 @@ def test_dropout_draws_by_key_and_runs_repeat() -> None:
 
     problem = fb.Problem(upper=loss, lower=loss, x=x, y=y)
     runs = [
-        Run(fb.SimulatedFederation(problem, clients(), fb.algorithms.LAASFBO(), mode=mode, seed=seed), rounds=3)
+        Run(fb.SimulatedFederation(problem, clients(), fb.algorithms.LAASFBO(), mode=mode, seed=seed), {"rounds": 3})
         for mode, seed in (("stack", 0), ("loop", 0), ("stack", 1))
     ]
     for run in runs:

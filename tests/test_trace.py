@@ -77,7 +77,7 @@ def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
         x={name: value.double() for name, value in task.problem.x.items()},
         y={name: value.double() for name, value in task.problem.y.items()},
     )
-    here = Run(fb.SimulatedFederation(problem, task.clients, algorithm, environment), rounds=6)
+    here = Run(fb.SimulatedFederation(problem, task.clients, algorithm, environment), {"rounds": 6})
     list(here)
     return here
 

@@ -92,6 +92,7 @@ def test_a_tensor_scales_from_either_side(tree, scale):
 def test_operations_go_by_name_not_by_position(tree):
     turned = Tree(reversed(tree.items()))
     assert same(tree + turned, 2.0 * tree)
+    assert same(tree - turned, zeros_like(tree))
     assert dot(tree, turned) == 169
 
 

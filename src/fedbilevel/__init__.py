@@ -1,5 +1,12 @@
 """Federated bilevel optimization on PyTorch: min_x F(x, y*(x)), y*(x) = argmin_y G(x, y), over many clients' data."""
 
+import os
+from typing import Any
+
+# Waiting threads that spin starve each other on a machine that is shared: rounds were seen to take ten times as long.
+# The library that torch's threads come from reads this once, when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from fedbilevel import algorithms, nets, schedules, tasks
 from fedbilevel.environment import Environment
 from fedbilevel.federation import SimulatedFederation
@@ -21,6 +28,7 @@ __all__ = [
     "algorithms",
     "finite_difference",
     "hypergradient",
+    "load_run",
     "nets",
     "schedules",
     "solve",
@@ -28,3 +36,12 @@ __all__ = [
     "split_module",
     "tasks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs more than torch is imported when it is asked for."""
+    if name == "load_run":
+        from fedbilevel.runs.load import load_run
+
+        return load_run
+    raise AttributeError(f"module 'fedbilevel' has no attribute {name!r}")

@@ -23,6 +23,7 @@ from fedbilevel.rng import normal, root
 from fedbilevel.tree import Tree, dot, flatten, norm, unflatten
 
 Method = Literal["exact", "cg", "neumann"]
+METHODS = ("exact", "cg", "neumann")
 DENSE_LIMIT = 5000  # above this many numbers in y, a dense Hessian is refused
 
 
@@ -61,12 +62,15 @@ class Pooled:
                 f"method 'exact' needs at most {DENSE_LIMIT} numbers in y, this problem has {size}; use 'cg'"
             )
         H = jacrev(lambda v: flatten(grad(self.lower, argnums=1)(x, unflatten(v, y))))(flatten(y))
+        factor, failed = torch.linalg.cholesky_ex(H)
+        pivots = factor.diagonal() ** 2
+        if failed or not float(pivots.min()) > 10 * size * torch.finfo(H.dtype).eps * float(pivots.max()):
+            raise ValueError("the Hessian of the lower level is not positive definite (is it strongly convex in y?)")
 
         def solve(matvec: MatVec, b: Tree) -> Solution:
-            z = torch.linalg.solve(H, flatten(b))
-            return Solution(
-                unflatten(z, y), float((H @ z - flatten(b)).norm() / flatten(b).norm().clamp(min=1e-300)), size
-            )
+            z = torch.cholesky_solve(flatten(b).unsqueeze(-1), factor).squeeze(-1)
+            residual = float((H @ z - flatten(b)).norm() / flatten(b).norm().clamp(min=1e-300))
+            return Solution(unflatten(z, y), residual, size)
 
         return solve
 
@@ -83,30 +87,45 @@ def solve_lower(
 
 
 def _solve_lower(pooled: Pooled, x: Tree, y: Tree, method: Method) -> Tree:
+    """Solved when a Newton step is as short as rounding at y's scale allows: a small gradient may be a plateau's."""
+    checks.one_of("method", method, METHODS)
     precision = torch.finfo(next(iter(y.values())).dtype).eps
     gradient = grad(pooled.lower, argnums=1)
-    slope = gradient(x, y)
-    goal = 100 * precision * (1 + float(norm(slope)))
+    before = float("inf")
     for _ in range(200):
-        size = float(norm(slope))
-        if size <= goal:
+        slope = gradient(x, y)
+        if not float(norm(slope)):
             return y
         solver = pooled.dense(x, y) if method == "exact" else CG(tolerance=1e-3, steps=10 * y.numel)
-        step, value = solver(pooled.hessian(x, y), slope).value, float(pooled.lower(x, y))
-        fall, length = float(dot(slope, step)), 1.0
-        while length > 1e-8:
-            trial = y - length * step
-            trial_slope = gradient(x, trial)
-            if float(norm(trial_slope)) < size or float(pooled.lower(x, trial)) <= value - 1e-4 * length * fall:
-                break
-            length /= 2
-        else:
+        step = solver(pooled.hessian(x, y), slope).value
+        reach, scale = float(norm(step)), 1 + float(norm(y))
+        stalled = reach <= 1e-8 * scale and reach >= before / 2
+        if reach <= 100 * precision * scale or stalled:
+            return y - step
+        length = _line_search(pooled, x, y, slope, step)
+        if not length:
+            if reach <= 1e-8 * scale:
+                return y
             break
-        y, slope = trial, trial_slope
+        y, before = y - length * step, reach
     raise ValueError(
-        f"the lower level was not solved: ||grad_y G|| is {float(norm(slope)):.3g}, wanted {goal:.3g} "
-        "(is it strongly convex in y?)"
+        f"the lower level was not solved: ||grad_y G|| is {float(norm(slope)):.3g} and a Newton step has length "
+        f"{reach:.3g} (is it strongly convex in y?)"
     )
+
+
+def _line_search(pooled: Pooled, x: Tree, y: Tree, slope: Tree, step: Tree) -> float:
+    """The longest of 1, 1/2, 1/4, ... that lowers the gradient or lowers G enough; 0 if none does."""
+    value, fall, size = float(pooled.lower(x, y)), float(dot(slope, step)), float(norm(slope))
+    length = 1.0
+    while length > 1e-8:
+        trial = y - length * step
+        if float(norm(grad(pooled.lower, argnums=1)(x, trial))) < size:
+            return length
+        if float(pooled.lower(x, trial)) <= value - 1e-4 * length * fall:
+            return length
+        length /= 2
+    return 0.0
 
 
 def phi(
@@ -134,20 +153,29 @@ def hypergradient(
     "exact" writes the Hessian out, "cg" and "neumann" use products only; `solver` replaces the method's own linear
     solver (`fedbilevel.linear`), for instance by a Neumann sum of few terms.
     """
-    checks.one_of("method", method, ("exact", "cg", "neumann"))
-    pooled, x = Pooled(problem, clients, weights), Tree(x)
+    checks.one_of("method", method, METHODS)
+    pooled, x = Pooled(problem, clients, weights), Tree(x).map(torch.Tensor.detach)
     y = _solve_lower(pooled, x, problem.start[1], "exact" if method == "exact" else "cg")
     f_x, f_y = grad(pooled.upper, argnums=(0, 1))(x, y)
     matvec = pooled.hessian(x, y)
-    if solver is None:
-        solver = {"exact": lambda: pooled.dense(x, y), "cg": CG, "neumann": lambda: _neumann(matvec, y)}[method]()
-    z = solver(matvec, f_y).value
-    return f_x - grad(pooled.slope, argnums=0)(x, y, z)  # type: ignore[no-any-return]
+    solution = (solver or _own_solver(pooled, x, y, method))(matvec, f_y)
+    limit = max(1e-6, 1e3 * torch.finfo(next(iter(y.values())).dtype).eps)
+    if solver is None and not solution.residual <= limit:
+        raise ValueError(
+            f"method {method!r} left a residual of {solution.residual:.3g} in the linear system, more than "
+            f"{limit:.0e}; use 'exact' or 'cg' (and is the lower level strongly convex in y?)"
+        )
+    return f_x - grad(pooled.slope, argnums=0)(x, y, solution.value)  # type: ignore[no-any-return]
 
 
-def _neumann(matvec: MatVec, y: Tree) -> Neumann:
+def _own_solver(pooled: Pooled, x: Tree, y: Tree, method: Method) -> Solver:
+    if method == "exact":
+        return pooled.dense(x, y)
+    if method == "cg":
+        return CG()
     start = unflatten(normal(root(0, "power iteration"), (y.numel,), next(iter(y.values())).dtype), y)
-    return Neumann(steps=2000, lr=1 / (1.05 * largest_eigenvalue(matvec, start)))
+    largest = largest_eigenvalue(pooled.hessian(x, y), start)
+    return Neumann(steps=2000, lr=1 / max(1.05 * largest, 1e-30))
 
 
 def finite_difference(

@@ -27,7 +27,7 @@ class Solver(Protocol):
 
 def _solution(matvec: MatVec, b: Tree, z: Tree, products: int) -> Solution:
     size = float(norm(b))
-    return Solution(z, float(norm(matvec(z) - b)) / size if size else 0.0, products + 1)
+    return Solution(z, float(norm(matvec(z) - b)) / size, products + 1) if size else Solution(z, 0.0, products)
 
 
 @dataclass(frozen=True)

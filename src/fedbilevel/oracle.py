@@ -24,6 +24,11 @@ class Directions(NamedTuple):
     z: Tree
 
 
+def _level(batch: Batch, level: int) -> Tensor | tuple[()]:
+    """The two losses draw from streams of their own."""
+    return fold_in(batch.rng, level) if isinstance(batch.rng, Tensor) else ()
+
+
 class Oracle:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -31,12 +36,11 @@ class Oracle:
 
     def upper(self, x: Tree, y: Tree, batch: Batch) -> Tensor:
         """f(x, y)."""
-        rng = fold_in(batch.rng, 1) if isinstance(batch.rng, Tensor) else ()
-        return self.problem.upper(x, y, batch.val, rng)
+        return self.problem.upper(x, y, batch.val, _level(batch, 1))
 
     def lower(self, x: Tree, y: Tree, batch: Batch) -> Tensor:
         """g(x, y)."""
-        return self.problem.lower(x, y, batch.train, batch.rng)
+        return self.problem.lower(x, y, batch.train, _level(batch, 0))
 
     def project_x(self, x: Tree) -> Tree:
         return self.problem.project(x)

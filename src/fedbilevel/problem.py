@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -113,7 +114,7 @@ class Problem:
             before = torch.get_rng_state()
             value = loss(x, y, data, torch.zeros((), dtype=torch.int64))
             if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
-                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(
                     f"the {name} loss must return a 0-d floating tensor (the mean over the batch), got {got}"
                 )
@@ -132,7 +133,7 @@ def _with_rng(name: str, loss: Loss) -> Loss:
         [
             p
             for p in inspect.signature(loss).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and (p.default is p.empty or p.name == "rng")
         ]
     )
     if count not in (3, 4):
@@ -174,7 +175,7 @@ def split_module(module: nn.Module, lower: str, buffers: Literal["freeze"] | Non
         )
     if buffers is not None:
         checks.one_of("buffers", buffers, ("freeze",))
-        module = module.eval()
+        module = deepcopy(module).eval()
     parameters = {name: value.detach() for name, value in module.named_parameters()}
     y = Tree({name: value for name, value in parameters.items() if name.startswith(lower)})
     x = Tree({name: value for name, value in parameters.items() if name not in y})
@@ -189,15 +190,20 @@ def split_module(module: nn.Module, lower: str, buffers: Literal["freeze"] | Non
 def client_weights(weights: str | Sequence[float], clients: Sequence[ClientData]) -> Sequence[float]:
     """p_i >= 0, summing to 1: "uniform", "samples" (in proportion to training samples), or one number a client."""
     n = len(clients)
+    if weights == "uniform":
+        return _Uniform(n)
     if isinstance(weights, str):
-        if checks.one_of("weights", weights, ("uniform", "samples")) == "uniform":
-            return _Uniform(n)
-        weights = [client.size("train") for client in clients]
-    if len(weights) != n:
-        raise ValueError(f"weights has {len(weights)} entries; there are {n} clients")
-    total = sum(checks.non_negative("weights", weight) for weight in weights)
+        checks.one_of("weights", weights, ("uniform", "samples"))
+        values: Sequence[float] = [client.size("train") for client in clients]
+    elif isinstance(weights, Sequence):
+        values = weights
+    else:
+        raise TypeError(f"weights is {weights!r}; it must be 'uniform', 'samples' or a sequence with a number a client")
+    if len(values) != n:
+        raise ValueError(f"weights has {len(values)} entries; there are {n} clients")
+    total = sum(checks.non_negative("weights", value) for value in values)
     checks.positive("the sum of weights", total)
-    return [weight / total for weight in weights]
+    return [value / total for value in values]
 
 
 class _Uniform(Sequence[float]):

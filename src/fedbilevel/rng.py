@@ -41,7 +41,7 @@ def root(seed: int, purpose: str) -> Tensor:
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """A new key from a key and a number (a task, a client, a step)."""
-    data = data if isinstance(data, Tensor) else torch.tensor(data, device=key.device)
+    data = data.long() if isinstance(data, Tensor) else torch.tensor(data, device=key.device)
     return _mix(key ^ _mix(data + GOLDEN))
 
 
@@ -54,7 +54,7 @@ def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float3
     """Uniform numbers in [0, 1), all bits of the mantissa random."""
     mantissa = 53 if dtype == torch.float64 else 24
     count = int(torch.Size(shape).numel())
-    return (_shift(bits(key, count), 64 - mantissa).to(dtype) * 2.0**-mantissa).reshape(*key.shape, *shape)
+    return (_shift(bits(key, count), 64 - mantissa).to(dtype) * 2.0**-mantissa).reshape((*key.shape, *shape))
 
 
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,7 +70,7 @@ def integers(key: Tensor, low: int, high: int) -> Tensor:
 
 def subset(key: Tensor, population: int, count: int) -> list[int]:
     """`count` distinct numbers below `population`, uniform, at a cost that does not depend on `population`."""
-    if count == population:
+    if count >= population:
         return list(range(population))
     chosen: dict[int, None] = {}
     block = 0

@@ -98,29 +98,60 @@ def _some(data: Data, key: Tensor, count: int) -> Data:
     return like(data, [tensor[chosen] for _, tensor in leaves(data)])
 
 
-class Run:
-    """A run under way: a state between iterations and what is needed to go on; iterating over it yields the metrics."""
+Amounts = Mapping[str, float]
+UNITS = ("rounds", "bytes", "samples", "gradients", "virtual_s", "wall_s")
 
-    def __init__(self, fed: SimulatedFederation, rounds: int, evaluate: Evaluate | None = None, every: int = 1) -> None:
-        self.rounds = checks.integer("rounds", rounds, least=0)
-        self.every = checks.integer("every", every, least=1)
-        self.fed, self.evaluate = fed, evaluate
+
+class Run:
+    """A run under way: a state between iterations and what is needed to go on; iterating over it yields the metrics.
+
+    limits: no iteration starts once one of them is reached. every: evaluate when so much of something was spent since
+    the last multiple. Both are in `UNITS`. target: a test accuracy at which to stop. `after` is called between
+    iterations; `stop()` ends the run at the next such moment.
+    """
+
+    def __init__(
+        self,
+        fed: SimulatedFederation,
+        limits: Amounts,
+        evaluate: Evaluate | None = None,
+        every: Amounts | None = None,
+        target: float | None = None,
+    ) -> None:
+        self.limits, self.every = dict(limits), dict(every or {"rounds": 1})
+        for unit, amount in [*self.limits.items(), *self.every.items()]:
+            checks.one_of("unit", unit, UNITS)
+            checks.non_negative(unit, amount)
+        self.fed, self.evaluate, self.target = fed, evaluate, target
         self.losses = Losses(fed)
         self.state = fed.algorithm.init(fed.problem)
         self.good = self.state
         self.history: list[dict[str, Any]] = []
         self.status, self.reason = "completed", ""
+        self.after: Callable[[], None] = lambda: None
+        self._stopping = False
 
     @property
     def result(self) -> Result:
         return Result(self.good.x, self.good.y, self.history, self.status, self.reason)
 
+    def spent(self) -> dict[str, float]:
+        """What the run has cost so far, in every unit."""
+        totals = self.fed.ledger.totals()
+        return {
+            "rounds": totals["rounds"],
+            "bytes": totals["bytes_up"] + totals["bytes_down"],
+            "samples": totals["samples"],
+            "gradients": totals["gradients"],
+            "virtual_s": self.fed.ledger.virtual_s,
+            "wall_s": self.fed.ledger.wall_s,
+        }
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if not self.history:
             yield self._measure()
-        while self.fed.ledger.rounds < self.rounds and self.status == "completed":
-            due = (self.history[-1]["round"] // self.every + 1) * self.every
-            before = self.fed.snapshot()
+        while self.status == "completed" and not self._finished():
+            before, spent = self.fed.snapshot(), self.spent()
             try:
                 self.advance()
             except QuorumError as error:
@@ -129,8 +160,24 @@ class Run:
                 self.fed.restore(before)  # the iteration under way leaves no trace, so that going on repeats it
                 self.status, self.reason = "interrupted", f"interrupted in round {self.fed.ledger.rounds + 1}"
                 return
-            if self.status == "diverged" or self.fed.ledger.rounds >= min(due, self.rounds):
+            if self.status == "diverged" or self._finished() or self._due(spent):
                 yield self._measure()
+            self.after()
+            if self._stopping:
+                self.status, self.reason = "interrupted", f"interrupted after round {self.fed.ledger.rounds}"
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def _finished(self) -> bool:
+        spent = self.spent()
+        reached = [unit for unit, limit in self.limits.items() if spent[unit] >= limit]
+        accuracy = self.history[-1].get("test_accuracy", 0.0)
+        return bool(reached) or (self.target is not None and accuracy >= self.target)
+
+    def _due(self, before: Amounts) -> bool:
+        spent = self.spent()
+        return any(spent[unit] // step > before[unit] // step for unit, step in self.every.items())
 
     def advance(self) -> None:
         """One iteration."""
@@ -192,7 +239,9 @@ def solve(
     fed = federation or SimulatedFederation(
         problem.to(device), clients, algorithm, environment, weights=weights, seed=seed, device=device
     )
-    run = Run(fed, rounds, evaluate, every)
+    checks.integer("rounds", rounds, least=0)
+    checks.integer("every", every, least=1)
+    run = Run(fed, {"rounds": rounds}, evaluate, {"rounds": every})
     for _ in run:
         pass
     return run.result

@@ -33,7 +33,7 @@ def build(name: str, **changes: Any) -> Algorithm:
 def iterate(task: fb.tasks.Task, algorithm: Algorithm, iterations: int, **options: Any) -> Run:
     environment = fb.Environment(**options.pop("environment", {}))
     fed = fb.SimulatedFederation(task.problem, task.clients, algorithm, environment, **options)
-    run = Run(fed, rounds=10**9)
+    run = Run(fed, {})
     for _ in range(iterations):
         run.advance()
     return run

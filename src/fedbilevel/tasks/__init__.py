@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from fedbilevel import checks
@@ -20,28 +21,19 @@ class Task:
     evaluate: Callable[[Tree, Tree], Mapping[str, float]] | None = None
 
 
-Loader = Callable[..., Task]
-
-
-def _quadratic(**options: Any) -> Task:
-    from fedbilevel.tasks.quadratic import quadratic
-
-    return quadratic(**options)
-
-
-def _hyper_representation(**options: Any) -> Task:
-    from fedbilevel.tasks.hyper_representation import hyper_representation
-
-    return hyper_representation(**options)
-
-
-_loaders: dict[str, Loader] = {"quadratic": _quadratic, "hyper-representation": _hyper_representation}
+_names = {"quadratic": "quadratic", "hyper-representation": "hyper_representation"}
 
 
 def names() -> list[str]:
-    return list(_loaders)
+    return list(_names)
+
+
+def get(name: str) -> Callable[..., Task]:
+    """The function that makes a task; imported when asked for, because tasks bring data and data brings libraries."""
+    function = _names[checks.one_of("task", name, _names)]
+    return getattr(import_module(f"fedbilevel.tasks.{function}"), function)  # type: ignore[no-any-return]
 
 
 def load(name: str, **options: Any) -> Task:
     """A task by name; the options are those of its function."""
-    return _loaders[checks.one_of("task", name, _loaders)](**options)
+    return get(name)(**options)

@@ -77,7 +77,7 @@ def quadratic(
     samples: int = 1,
     noise: float = 0.0,
     seed: int = 0,
-    dtype: torch.dtype = torch.float64,
+    dtype: str = "float64",
 ) -> Quadratic:
     """Every A_i has its eigenvalues in [1/condition, 1]; at heterogeneity 0 all clients are alike, at 1 unrelated.
 
@@ -92,6 +92,7 @@ def quadratic(
     if checks.number("condition", condition) < 1:
         raise ValueError(f"condition is {condition}; it must be at least 1")
     checks.non_negative("noise", noise)
+    kind = getattr(torch, checks.one_of("dtype", dtype, ("float32", "float64")))
 
     def draw(client: int) -> list[Tensor]:
         key = fold_in(root(seed, "quadratic"), client)
@@ -115,10 +116,10 @@ def quadratic(
             if part.ndim == 1:
                 key = fold_in(fold_in(root(seed, "quadratic samples"), client), j)
                 stack = stack + noise * normal(key, stack.shape, torch.float64)
-            parts.append(stack.to(dtype).contiguous())
+            parts.append(stack.to(kind).contiguous())
         built.append(ClientData(train=tuple(parts[:3]), val=tuple(parts[3:])))
     problem = Problem(
-        upper=upper, lower=lower, x={"x": torch.zeros(dim_x, dtype=dtype)}, y={"y": torch.zeros(dim_y, dtype=dtype)}
+        upper=upper, lower=lower, x={"x": torch.zeros(dim_x, dtype=kind)}, y={"y": torch.zeros(dim_y, dtype=kind)}
     )
     task = Quadratic(problem, built)
     return Quadratic(problem, built, lambda x, y: {"hypergradient_norm": float(task.gradient(x)["x"].norm())})

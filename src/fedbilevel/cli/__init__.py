@@ -1,0 +1,244 @@
+"""The command line: `fedbilevel run | compare | report | list | export`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedbilevel import __version__
+
+app = typer.Typer(
+    name="fedbilevel",
+    help="Federated bilevel optimization: run methods, compare them, report what they cost.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Name = Annotated[str, typer.Argument(help="A shipped experiment (see `fedbilevel list experiments`) or a TOML file.")]
+Set = Annotated[list[str], typer.Option("--set", help="key=value with a dotted key, e.g. algorithm.lr_x=0.05.")]
+DataDir = Annotated[Path | None, typer.Option(help="Where the data sets are (else $FEDBILEVEL_DATA, then the cache).")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Smoke = Annotated[bool, typer.Option(help="2 rounds, 2 clients, 32 samples, embedded data: does it run at all?")]
+Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds.")]
+TaskName = Annotated[str | None, typer.Option(help="Another task, by name or as module:function.")]
+DataName = Annotated[str | None, typer.Option(help="Another data set.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
+
+
+def _overrides(**given: Any) -> dict[str, Any]:
+    names = {"task": "task.name", "data": "data.name"}
+    return {names.get(key, key): value for key, value in given.items() if value is not None}
+
+
+@app.command(epilog="Example: fedbilevel run digits --algorithm la-asfbo --set algorithm.lr_x=0.02 --out runs/first")
+def run(
+    experiment: Name,
+    algorithm: Annotated[str | None, typer.Option(help="Which method (see `fedbilevel list algorithms`).")] = None,
+    task: TaskName = None,
+    data: DataName = None,
+    rounds: Rounds = None,
+    seed: Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")] = None,
+    device: Device = None,
+    set_: Set = [],  # noqa: B006  (typer wants it)
+    out: Annotated[Path | None, typer.Option(help="The run's folder; a new one below runs/ by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    smoke: Smoke = False,
+    data_dir: DataDir = None,
+    quiet: Quiet = False,
+    json_: Json = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Log to the run's folder for TensorBoard.")
+    ] = False,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="Log to MLflow's tracking store.")] = False,
+    watch_stdin: Annotated[bool, typer.Option("--watch-stdin", hidden=True)] = False,
+) -> None:
+    """Run one experiment with one method; the folder holds its config, metrics, checkpoint and summary."""
+    from fedbilevel.cli.progress import Progress
+    from fedbilevel.cli.track import trackers
+    from fedbilevel.runs import config as configs
+    from fedbilevel.runs.record import Recorder
+    from fedbilevel.runs.runner import prepare
+
+    if watch_stdin:
+        threading.Thread(target=_die_with_parent, daemon=True).start()
+    place, table = configs.read(experiment)
+    overrides = _overrides(task=task, data=data, rounds=rounds, seed=seed, device=device)
+    config = configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides=overrides, smoke=smoke)
+    title = f"{Path(place).stem} {config.algorithm.name} seed {config.experiment.seed}"
+    folder = out or _fresh(Path("runs", title.replace(" ", "-")))
+    prepared = prepare(config, data_dir)
+    recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: prepared.stop())
+    with (
+        Progress(title, config.experiment.rounds, quiet or json_) as progress,
+        trackers(folder, config.table, tensorboard=tensorboard, mlflow=mlflow) as track,
+    ):
+        for metrics in recorder:
+            progress.show(metrics)
+            track(metrics)
+    summary = recorder.summary()
+    if json_:
+        print(json.dumps(summary))
+    elif not quiet:
+        _tell(summary, folder)
+    raise typer.Exit({"completed": 0, "diverged": 3, "interrupted": 130}[prepared.status])
+
+
+def _tell(summary: dict[str, Any], folder: Path) -> None:
+    accuracy = summary["final_test_accuracy"]
+    ended = f"{summary['algorithm']}: {summary['status']} after {summary['rounds']} rounds"
+    print(ended + (f", test accuracy {accuracy:.4f}" if accuracy is not None else ""))
+    if summary["reason"]:
+        print(f"reason: {summary['reason']}")
+    print(f"folder: {folder}")
+
+
+def _fresh(folder: Path) -> Path:
+    """A folder that does not exist yet: the name, or the name with the next free number."""
+    if not folder.exists():
+        return folder
+    numbers = (folder.with_name(f"{folder.name}-{number}") for number in range(2, 10**6))
+    return next(free for free in numbers if not free.exists())
+
+
+def _die_with_parent() -> None:
+    """A member of a comparison ends when its parent does, however that ended."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+@app.command(epilog="Example: fedbilevel compare digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits")
+def compare(
+    experiment: Name,
+    algorithms: Annotated[
+        str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from the experiment's.")] = 3,
+    task: TaskName = None,
+    data: DataName = None,
+    rounds: Rounds = None,
+    device: Device = None,
+    set_: Set = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="The folder of all runs; a new one below runs/ by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the comparison in --out.")] = False,
+    smoke: Smoke = False,
+    data_dir: DataDir = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; one a core by default.")] = None,
+    quiet: Quiet = False,
+    json_: Json = False,
+) -> None:
+    """Run methods side by side over several seeds, rank them, and write report.html."""
+    from fedbilevel.cli.compare import Comparison
+    from fedbilevel.runs import config as configs
+
+    place, table = configs.read(experiment)
+    names = algorithms.split(",") if algorithms else list(table.get("compare", [])) or [None]
+    overrides = _overrides(task=task, data=data, rounds=rounds, device=device)
+    first = configs.resolve(place, table, algorithm=names[0], settings=set_, overrides=overrides, smoke=smoke)
+    jobs = jobs or os.cpu_count() or 1
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    members = {}
+    for name in names:
+        for seed in range(first.experiment.seed, first.experiment.seed + seeds):
+            extra = {**overrides, "seed": seed, "runtime.threads": threads}
+            config = configs.resolve(place, table, algorithm=name, settings=set_, overrides=extra, smoke=smoke)
+            members[f"{config.algorithm.name}/seed-{seed}"] = config
+    folder = out or _fresh(Path("runs", Path(place).stem))
+    raise typer.Exit(Comparison(folder, members, data_dir, resume, jobs).run(quiet, json_))
+
+
+@app.command(epilog="Example: fedbilevel report runs/digits --figure digits.pdf")
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    figure: Annotated[Path | None, typer.Option(help="Also a figure for a paper: .pdf or .png.")] = None,
+) -> None:
+    """Write one self-contained page about runs, and on request a figure."""
+    from fedbilevel.report import write_figure, write_page
+
+    write_page(folders, out)
+    print(f"page: {out}")
+    if figure:
+        write_figure(folders, figure)
+        print(f"figure: {figure}")
+
+
+@app.command(epilog="Example: fedbilevel export runs/first --out model.safetensors")
+def export(
+    folder: Annotated[Path, typer.Argument(help="A run's folder.")],
+    out: Annotated[Path, typer.Option(help="Where to write the trained module's state_dict (safetensors).")],
+) -> None:
+    """Write what a run has learnt as one state_dict: x and y by the names of the module's parameters."""
+    from safetensors.torch import save_file
+
+    from fedbilevel.runs.load import load_run
+
+    save_file(load_run(folder).state_dict(), out)
+    print(f"written: {out}")
+
+
+@app.command("list", epilog="Example: fedbilevel list algorithms")
+def list_(what: Annotated[str, typer.Argument(help="algorithms, tasks, experiments or data.")]) -> None:
+    """What there is, one a line."""
+    from fedbilevel import algorithms, checks, tasks
+    from fedbilevel.runs import config as configs
+
+    def data_names() -> list[str]:
+        from fedbilevel import data
+
+        return data.names()
+
+    def first_line(name: str) -> str:
+        return (algorithms.get(name).__doc__ or "").strip().split("\n")[0]
+
+    listings: dict[str, Callable[[], list[str]]] = {
+        "algorithms": lambda: [f"{name:12} {first_line(name)}" for name in algorithms.names()],
+        "tasks": tasks.names,
+        "experiments": lambda: [f"{name:16} {configs.read(name)[1].get('title', '')}" for name in configs.names()],
+        "data": data_names,
+    }
+    print("\n".join(listings[checks.one_of("what", what, listings)]()))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedbilevel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+ClickException: Any = typer.BadParameter.mro()[2]  # click's own or the one newer releases of typer bring along
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command. Wrong input is one line on stderr and exit code 2; FEDBILEVEL_DEBUG=1 shows the traceback."""
+    from fedbilevel.federation import ClientError
+
+    try:
+        sys.exit(typer.main.get_command(app).main(arguments, standalone_mode=False) or 0)
+    except (ClickException, ValueError, TypeError, OSError, ClientError) as error:
+        if os.environ.get("FEDBILEVEL_DEBUG"):
+            raise
+        text = error.format_message() if isinstance(error, ClickException) else str(error)
+        sys.stderr.write(f"error: {' '.join(text.split()) or type(error).__name__}\n")
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)

@@ -1,0 +1,3 @@
+from fedbilevel.cli import main
+
+main()

@@ -1,0 +1,162 @@
+"""Many runs side by side, each a process of its own: one that fails takes no other with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from fedbilevel import report
+from fedbilevel.cli.progress import describe
+from fedbilevel.runs import folder as folders
+from fedbilevel.runs.config import Config
+from fedbilevel.runs.record import without_none
+
+POLL = 0.2  # seconds
+
+
+class Comparison:
+    """The members of a comparison, by their folders below `folder`."""
+
+    def __init__(
+        self, folder: Path, members: Mapping[str, Config], data_dir: Path | None, resume: bool, jobs: int
+    ) -> None:
+        taken = [
+            name
+            for name in members
+            if (folder / name / "checkpoint").exists() or (folder / name / folders.SUMMARY).exists()
+        ]
+        if taken and not resume:
+            raise FileExistsError(
+                f"{folder} holds a comparison already; go on with --resume or give another folder with --out"
+            )
+        self.folder, self.members, self.data_dir, self.jobs = folder, members, data_dir, jobs
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.ended: dict[str, str] = {}
+
+    def run(self, quiet: bool, as_json: bool) -> int:
+        """Run what is not finished, then rank, print and write the report; the exit code."""
+        console = Console(stderr=True)
+        live = Live(self._table(), console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
+        waiting = [name for name in self.members if self._status(name) not in ("completed", "diverged")]
+        self.ended = {name: self._status(name) for name in self.members if name not in waiting}
+        interrupted = False
+        with live or nullcontext():
+            while waiting or self.running:
+                try:
+                    while waiting and len(self.running) < self.jobs and not interrupted:
+                        self._start(waiting.pop(0))
+                    for name in [name for name, process in self.running.items() if process.poll() is not None]:
+                        self.ended[name] = self._end(name, self.running.pop(name))
+                        if not live and not quiet:
+                            console.print(f"{name}: {self.ended[name]}", soft_wrap=True)
+                    if live:
+                        live.update(self._table())
+                    time.sleep(POLL)
+                except KeyboardInterrupt:  # the members got the signal too: they save what they have
+                    interrupted, waiting = True, []
+        if interrupted:
+            return 130
+        return self._report(quiet, as_json)
+
+    def _start(self, name: str) -> None:
+        """A member is `fedbilevel run` on its resolved config."""
+        path = self.folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        config = path / "config.toml"
+        if not config.exists():
+            config.write_text(tomli_w.dumps(without_none(self.members[name].table)), encoding="utf-8")
+        command = [sys.executable, "-m", "fedbilevel.cli", "run", str(config), "--out", str(path)]
+        command += ["--resume", "--quiet", "--watch-stdin"]
+        if self.data_dir:
+            command += ["--data-dir", str(self.data_dir)]
+        with (path / "error.log").open("wb") as errors:
+            self.running[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors)
+
+    def _end(self, name: str, process: subprocess.Popen[bytes]) -> str:
+        log = self.folder / name / "error.log"
+        said = log.read_text("utf-8", errors="replace").strip()
+        if process.returncode in (0, 3, 130):
+            return self._status(name)
+        return f"failed: {said.splitlines()[-1] if said else f'exit code {process.returncode}'}"
+
+    def _status(self, name: str) -> str:
+        path = self.folder / name
+        return folders.read(path).status if (path / folders.METRICS).exists() else "waiting"
+
+    def _table(self) -> Table:
+        table = Table("run", "status", "round", "metrics", title=str(self.folder))
+        for name, config in self.members.items():
+            last = self._last(name)
+            status = self.ended.get(name, "running" if name in self.running else "waiting")
+            round_ = f"{last['round']}/{config.experiment.rounds}" if last else ""
+            table.add_row(name, status, round_, describe(last) if last else "")
+        return table
+
+    def _last(self, name: str) -> dict[str, Any] | None:
+        """The latest evaluation, read from the end of the file."""
+        path = self.folder / name / folders.METRICS
+        if not path.exists():
+            return None
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            lines = file.read().split(b"\n")[:-1]
+        try:
+            return json.loads(lines[-1]) if lines else None
+        except ValueError:
+            return None
+
+    def _report(self, quiet: bool, as_json: bool) -> int:
+        failed = {name: status for name, status in self.ended.items() if status.startswith("failed")}
+        finished = [self.folder / name for name in self.members if name not in failed]
+        rows = report.ranked(finished) if finished else []
+        if finished:
+            report.write_page(finished, self.folder / "report.html")
+        if as_json:
+            print(json.dumps({"ranked": [_row(row) for row in rows], "failed": failed}))
+        elif not quiet:
+            Console().print(_ranking(rows))
+            for name, status in failed.items():
+                print(f"{name} {status}")
+            print(f"report: {self.folder / 'report.html'}")
+        return 2 if failed else 0
+
+
+def _ranking(rows: list[report.Row]) -> Table:
+    table = Table(title="rounds to each test accuracy; the best first", caption="mean ± standard deviation over seeds")
+    for heading in (
+        "algorithm",
+        "seeds",
+        *(f"{target:.0%}" for target in report.TARGETS),
+        "accuracy",
+        "upper loss",
+        "status",
+    ):
+        table.add_column(heading)
+    for row in rows:
+        reached = row.cost.get("round", {})
+        cells = [report.AXES["round"].show(s) if (s := reached.get(target)) else "-" for target in report.TARGETS]
+        accuracy = row.accuracy.show() if row.accuracy else "-"
+        loss = row.loss.show() if row.loss else "-"
+        table.add_row(row.label, str(row.seeds), *cells, accuracy, loss, ", ".join(sorted(set(row.statuses))))
+    return table
+
+
+def _row(row: report.Row) -> dict[str, Any]:
+    costs = {a: {str(t): s and s.mean for t, s in by.items()} for a, by in row.cost.items()}
+    return {
+        "algorithm": row.label,
+        "seeds": row.seeds,
+        "accuracy": row.accuracy and row.accuracy.mean,
+        "cost_to": costs,
+    }
