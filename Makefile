@@ -18,7 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(VENV)/bin/fedbilevel compare digits --out runs/demo --overwrite
+	rm -rf runs/demo
+	$(VENV)/bin/fedbilevel compare digits --seeds 3 --out runs/demo
 
 test: lint
 	$(PYTHON) -m pytest

@@ -163,7 +163,7 @@ GLOBAL = (
 )
 dropout = nn.Dropout(0.5)
 BAD_LOSSES = {
-    "a vector": (lambda x, y, b: b[0] @ y["v"], TypeError, f"{MEAN} a tensor of shape (2,)"),
+    "a vector": (lambda x, y, b: b[0] @ y["v"], TypeError, f"{MEAN} torch.float32 of shape (2,)"),
     "a number": (lambda x, y, b: 0.5, TypeError, f"{MEAN} 0.5"),
     "nn.Dropout": (lambda x, y, b: dropout(b[0] @ y["v"]).mean(), ValueError, GLOBAL),
     "torch.rand": (lambda x, y, b: (b[0] @ y["v"]).mean() + torch.rand(()), ValueError, GLOBAL),

@@ -190,11 +190,10 @@ def split_module(module: nn.Module, lower: str, buffers: Literal["freeze"] | Non
 def client_weights(weights: str | Sequence[float], clients: Sequence[ClientData]) -> Sequence[float]:
     """p_i >= 0, summing to 1: "uniform", "samples" (in proportion to training samples), or one number a client."""
     n = len(clients)
-    if weights == "uniform":
-        return _Uniform(n)
     if isinstance(weights, str):
-        checks.one_of("weights", weights, ("uniform", "samples"))
-        values: Sequence[float] = [client.size("train") for client in clients]
+        if checks.one_of("weights", weights, ("uniform", "samples")) == "uniform":
+            return _Uniform(n)
+        values: Sequence[Any] = [client.size("train") for client in clients]
     elif isinstance(weights, Sequence):
         values = weights
     else:

@@ -18,7 +18,6 @@ from fedbilevel import __version__
 app = typer.Typer(
     name="fedbilevel",
     help="Federated bilevel optimization: run methods, compare them, report what they cost.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -114,7 +113,8 @@ def _fresh(folder: Path) -> Path:
 
 def _die_with_parent() -> None:
     """A member of a comparison ends when its parent does, however that ended."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):
+        pass
     os._exit(1)
 
 
@@ -233,7 +233,8 @@ def main(arguments: list[str] | None = None) -> None:
     from fedbilevel.federation import ClientError
 
     try:
-        sys.exit(typer.main.get_command(app).main(arguments, standalone_mode=False) or 0)
+        given = sys.argv[1:] if arguments is None else arguments
+        sys.exit(typer.main.get_command(app).main(given or ["--help"], standalone_mode=False) or 0)
     except (ClickException, ValueError, TypeError, OSError, ClientError) as error:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise

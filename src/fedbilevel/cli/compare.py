@@ -125,7 +125,7 @@ class Comparison:
         if as_json:
             print(json.dumps({"ranked": [_row(row) for row in rows], "failed": failed}))
         elif not quiet:
-            Console().print(_ranking(rows))
+            (Console() if sys.stdout.isatty() else Console(width=140)).print(_ranking(rows))
             for name, status in failed.items():
                 print(f"{name} {status}")
             print(f"report: {self.folder / 'report.html'}")
@@ -133,23 +133,24 @@ class Comparison:
 
 
 def _ranking(rows: list[report.Row]) -> Table:
-    table = Table(title="rounds to each test accuracy; the best first", caption="mean ± standard deviation over seeds")
-    for heading in (
-        "algorithm",
-        "seeds",
-        *(f"{target:.0%}" for target in report.TARGETS),
-        "accuracy",
-        "upper loss",
-        "status",
-    ):
-        table.add_column(heading)
+    table = Table(
+        title="communication rounds to each test accuracy, the best method first; mean ± deviation over seeds"
+    )
+    table.add_column("algorithm", no_wrap=True)
+    for heading in ("seeds", *(f"{target:.0%}" for target in report.TARGETS), "final accuracy", "status"):
+        table.add_column(heading, no_wrap=True)
     for row in rows:
-        reached = row.cost.get("round", {})
-        cells = [report.AXES["round"].show(s) if (s := reached.get(target)) else "-" for target in report.TARGETS]
-        accuracy = row.accuracy.show() if row.accuracy else "-"
-        loss = row.loss.show() if row.loss else "-"
-        table.add_row(row.label, str(row.seeds), *cells, accuracy, loss, ", ".join(sorted(set(row.statuses))))
+        reached = [row.cost["round"].get(target) if "round" in row.cost else None for target in report.TARGETS]
+        cells = [_cell(spread, row.seeds) if spread else "-" for spread in reached]
+        accuracy = f"{row.accuracy.mean:.2%} ± {row.accuracy.std:.2%}" if row.accuracy else "-"
+        table.add_row(row.label, str(row.seeds), *cells, accuracy, ", ".join(sorted(row.statuses)))
     return table
+
+
+def _cell(spread: report.Spread, seeds: int) -> str:
+    """Rounds; with how many seeds got there, where not all did."""
+    text = f"{spread.mean:.0f}" + (f" ± {spread.std:.0f}" if spread.count > 1 else "")
+    return text if spread.count == seeds else f"{text} ({spread.count}/{seeds})"
 
 
 def _row(row: report.Row) -> dict[str, Any]:
