@@ -181,3 +181,19 @@ def test_dropout_draws_by_key_and_runs_repeat() -> None:
     first, loop, other = (run.state.x["backbone.0.weight"] for run in runs)
     torch.testing.assert_close(first, loop)
     assert not torch.allclose(first, other)
+
+
+def test_a_run_from_python_leaves_a_folder_and_goes_on(task: Any, tmp_path: Any) -> None:
+    options = {"environment": fb.Environment(participation=2, batch_size=2), "seed": 3}
+    whole = fb.solve(task.problem, task.clients, "la-asfbo", rounds=9, **options)
+    fb.solve(task.problem, task.clients, "la-asfbo", rounds=4, out=tmp_path / "run", **options)
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        fb.solve(task.problem, task.clients, "la-asfbo", rounds=9, out=tmp_path / "run", **options)
+    resumed = fb.solve(task.problem, task.clients, "la-asfbo", rounds=9, out=tmp_path / "run", resume=True, **options)
+    assert torch.equal(resumed.x["x"], whole.x["x"])
+    loaded = fb.load_run(tmp_path / "run")
+    assert torch.equal(loaded.y["y"], whole.y["y"])
+    assert [m["upper_loss"] for m in loaded.history] == [m["upper_loss"] for m in whole.history]
+    with pytest.raises(ValueError, match=r"was run with algorithm.lr_x = 0.01, not 0.5"):
+        other = fb.algorithms.LAASFBO(lr_x=0.5)
+        fb.solve(task.problem, task.clients, other, rounds=9, out=tmp_path / "run", resume=True, **options)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -225,6 +226,8 @@ def solve(
     seed: int = 0,
     device: str = "cpu",
     federation: SimulatedFederation | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
     evaluate: Evaluate | None = None,
     every: int = 1,
 ) -> Result:
@@ -232,7 +235,8 @@ def solve(
 
     rounds: a budget of communication rounds; no iteration starts once it is reached. evaluate(x, y) returns a dict of
     numbers that is added to the metrics, before round 0 and at the end of the first iteration at or after each multiple
-    of `every`. `federation` replaces the simulated one that is made from the other arguments.
+    of `every`. `federation` replaces the simulated one that is made from the other arguments. With `out` the run
+    leaves a folder (metrics, checkpoint, summary), and `resume=True` goes on where the one in it stopped.
     """
     if isinstance(algorithm, str):
         algorithm = algorithms.get(algorithm)()
@@ -242,6 +246,29 @@ def solve(
     checks.integer("rounds", rounds, least=0)
     checks.integer("every", every, least=1)
     run = Run(fed, {"rounds": rounds}, evaluate, {"rounds": every})
-    for _ in run:
+    for _ in run if out is None else _recorded(run, Path(out), resume):
         pass
     return run.result
+
+
+def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
+    """The run, written down; its losses are Python functions, so config.toml tells what ran but cannot run it again."""
+    from fedbilevel.runs.record import Recorder  # needs more than torch
+
+    fed = run.fed
+    config = {
+        "title": "started from Python",
+        "task": {"name": "python"},
+        "algorithm": {"name": fed.algorithm.name, **_plain(fed.algorithm)},
+        "environment": _plain(fed.environment),
+        "rounds": run.limits["rounds"],
+        "every": run.every,
+        "seed": fed.seed,
+        "device": fed.device,
+    }
+    return Recorder(run, folder, config, resume)
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    """A dataclass as a table; a schedule is told, not stored."""
+    return {key: repr(value) if callable(value) else value for key, value in vars(settings).items()}

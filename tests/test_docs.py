@@ -1,0 +1,51 @@
+"""What the documents show is run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedbilevel as fb
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
+def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fb.algorithms, "_registry", dict(fb.algorithms._registry))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for snippet in snippets(page):
+        exec(compile(snippet, str(page), "exec"), names)
+    if page.name == "README.md":
+        ridge = names["result"].x["log_ridge"]
+        assert ridge[:3].max() < -1.5 < ridge[3:].min()
+    if page.name == "CONTRIBUTING.md":
+        task = fb.tasks.load("quadratic", clients=3, condition=3.0)
+        method = names["SOBA"](lr_x=0.06, lr_y=0.4)
+        result = fb.solve(task.problem, task.clients, method, rounds=300, evaluate=task.evaluate, every=300)
+        assert result.history[-1]["hypergradient_norm"] < 1e-6
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
+
+
+def test_the_readme_lists_every_algorithm() -> None:
+    table = (ROOT / "README.md").read_text("utf-8")
+    assert all(f"| `{name}` |" in table for name in fb.algorithms.names())
+
+
+def test_contributing_adds_an_algorithm_in_forty_lines() -> None:
+    (snippet,) = snippets(ROOT / "CONTRIBUTING.md")
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 40
