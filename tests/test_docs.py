@@ -24,7 +24,7 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(fb.algorithms, "_registry", dict(fb.algorithms._registry))
     names: dict[str, Any] = {"__name__": "__main__"}
     for snippet in snippets(page):
-        exec(compile(snippet, str(page), "exec"), names)
+        exec(compile(snippet, str(page), "exec", dont_inherit=True), names)
     if page.name == "README.md":
         ridge = names["result"].x["log_ridge"]
         assert ridge[:3].max() < -1.5 < ridge[3:].min()
