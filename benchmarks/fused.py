@@ -100,11 +100,10 @@ def five_terms_one_by_one(p: fb.Problem, x: Tree, y: Tree, z: Tree, b: Batch) ->
     return replies
 
 
-def replayed(p: fb.Problem, at: Stack) -> Callable[[], object]:
-    """The fused step as the runtime runs it in a long run: traced once, replayed."""
+def replayed(function: Callable[..., object], at: Stack) -> Callable[[], object]:
+    """A function as the runtime runs it in a long run: traced once, replayed."""
     values, form = pytree.tree_flatten(at)
-    fused = stacked(Oracle(p).directions)
-    run = trace(lambda *values: pytree.tree_leaves(fused(*pytree.tree_unflatten(values, form))), values)
+    run = trace(lambda *values: pytree.tree_leaves(function(*pytree.tree_unflatten(values, form))), values)
     return lambda: run(*values)
 
 
@@ -112,9 +111,10 @@ def against_floor(name: str, p: fb.Problem, shape: tuple[int, ...], limit: str, 
     at = stack(p, clients=10, batch=64, shape=shape)
     eager, plain = stacked(Oracle(p).directions), two_plain_gradients(p)
     functions: dict[str, Callable[[], object]] = {
-        "fused": replayed(p, at),
+        "fused": replayed(eager, at),
         "fused before it is traced": lambda: eager(*at),
         "plain, vmap": lambda: plain(*at),
+        "plain, traced": replayed(plain, at),
     }
     if name == "MLP":
         functions["plain, written out"] = lambda: written_out_mlp(*at)
@@ -127,7 +127,9 @@ def against_floor(name: str, p: fb.Problem, shape: tuple[int, ...], limit: str, 
 def rows() -> list[Row]:
     mlp, cnn = problem(fb.nets.mlp(784, 200, 10)), problem(fb.nets.lenet(3, 32, 10))
     at = stack(mlp, clients=10, batch=32, shape=(1, 28, 28))
-    times = seconds({"naive": lambda: five_terms_one_by_one(mlp, *at), "fused": replayed(mlp, at)}, 40)
+    times = seconds(
+        {"naive": lambda: five_terms_one_by_one(mlp, *at), "fused": replayed(stacked(Oracle(mlp).directions), at)}, 40
+    )
     title = "five terms one by one / fused and stacked, MLP, 10 clients, batch 32"
     return [
         against_floor("MLP", mlp, (1, 28, 28), "at most 1.5", 60),
