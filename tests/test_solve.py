@@ -194,6 +194,6 @@ def test_a_run_from_python_leaves_a_folder_and_goes_on(task: Any, tmp_path: Any)
     loaded = fb.load_run(tmp_path / "run")
     assert torch.equal(loaded.y["y"], whole.y["y"])
     assert [m["upper_loss"] for m in loaded.history] == [m["upper_loss"] for m in whole.history]
+    other = fb.algorithms.LAASFBO(lr_x=0.5)
     with pytest.raises(ValueError, match=r"was run with algorithm.lr_x = 0.01, not 0.5"):
-        other = fb.algorithms.LAASFBO(lr_x=0.5)
         fb.solve(task.problem, task.clients, other, rounds=9, out=tmp_path / "run", resume=True, **options)

@@ -82,6 +82,17 @@ class Oracle:
         self.gradients += 2
         return grad(self._slope, argnums=1)(x, y, v, batch)  # type: ignore[no-any-return]
 
+    def lower_gradient_and_product(self, x: Tree, y: Tree, v: Tree, batch: Batch) -> tuple[Tree, Tree]:
+        """grad_y g and d2yy g v from one pass."""
+        self.gradients += 2
+
+        def slope(y: Tree) -> tuple[Tensor, Tree]:
+            g_y = grad(self.lower, argnums=1)(x, y, batch)
+            return dot(g_y, v), g_y
+
+        product, g_y = grad(slope, has_aux=True)(y)
+        return g_y, product
+
     def cross_product(self, x: Tree, y: Tree, v: Tree, batch: Batch) -> Tree:
         """d2xy g v: a vector like x."""
         self.gradients += 2

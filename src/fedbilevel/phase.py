@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fedbilevel.oracle import Oracle
 
@@ -17,6 +17,15 @@ class Message(SimpleNamespace):
         raise AttributeError(f"the message holds {', '.join(vars(self))}, not {name!r}")
 
 
+class Epochs(NamedTuple):
+    """So many passes over the client's training data in shuffled batches; the last of a pass may be smaller."""
+
+    passes: int
+
+
+Steps = Literal["local"] | int | Epochs
+
+
 class Phase(ABC):
     """What a client does on receiving a message: start, first, step (repeated), finish. Written for one client.
 
@@ -25,8 +34,9 @@ class Phase(ABC):
     are given and of the settings: a step that is run often is traced once and replayed.
     """
 
-    steps: ClassVar[Literal["local"] | int] = 1
-    batch: ClassVar[Literal["train", "val", "both", "full"]] = "both"
+    steps: Steps = 1  # "local": the environment's number of local steps
+    batch: ClassVar[Literal["train", "val", "both"]] = "both"
+    full: bool = False  # every sample instead of a mini-batch
     reply: ClassVar[Mapping[str, Literal["x", "y", "scalar"]]]
     summed: ClassVar[bool] = True  # the server sees only means of these replies, never a single one
 

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fedbilevel as fb
+
 Matrices = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # A, B, c, e, t, D of tasks.quadratic
+
+
+Draw = Callable[[int], int]
+Centralised = Callable[[Matrices, dict[str, Any], int, int, Draw], tuple[Tensor, Tensor]]
+Cost = Callable[[Sequence[int], int, int], tuple[int, int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -20,13 +27,16 @@ class Case:
     """`settings` converge on the quadratic; `centralised` is the update with one client, typed out by hand.
 
     `cost` gives (rounds, bytes_down, bytes_up, gradients) of one iteration, from the cohort's steps and the bytes of x
-    and of y.
+    and of y. `goal` is the closed form of where a method goes that does not go to the true solution; `tolerance` is how
+    close it must come, relative to the hypergradient at the start: a randomised estimator is noisy.
     """
 
     settings: dict[str, Any]
-    centralised: Callable[[Matrices, dict[str, Any], int, int], tuple[Tensor, Tensor]]
-    cost: Callable[[Sequence[int], int, int], tuple[int, int, int, int]]
+    centralised: Centralised
+    cost: Cost
     rounds: int = 400
+    tolerance: float = 1e-6
+    goal: Callable[[Any, dict[str, Any]], Tensor] | None = None
 
 
 def directions(m: Matrices, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +49,7 @@ def ball(z: Tensor, radius: float) -> Tensor:
     return z if z.norm() <= radius else z * radius / z.norm()
 
 
-def simfbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int) -> tuple[Tensor, Tensor]:
+def simfbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
     x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
     for _ in range(iterations):
         lx, ly, lz = x, y, z
@@ -54,8 +64,8 @@ def simfbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int) -> tuple
     return x, y
 
 
-def adaptive(storm: bool) -> Callable[[Matrices, dict[str, Any], int, int], tuple[Tensor, Tensor]]:
-    def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int) -> tuple[Tensor, Tensor]:
+def adaptive(storm: bool) -> Centralised:
+    def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
         server = [torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])]
         norms, beta = [0.0, 0.0, 0.0], h["momentum_weight"]
         for _ in range(iterations):
@@ -82,7 +92,7 @@ def adaptive(storm: bool) -> Callable[[Matrices, dict[str, Any], int, int], tupl
     return run
 
 
-def one_round(evaluations: Callable[[int], int]) -> Callable[[Sequence[int], int, int], tuple[int, int, int, int]]:
+def one_round(evaluations: Callable[[int], int]) -> Cost:
     """x, y and z down, their three directions up, once; a fused evaluation counts 3."""
 
     def cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
@@ -90,6 +100,107 @@ def one_round(evaluations: Callable[[int], int]) -> Callable[[Sequence[int], int
         return 1, sent, sent, sum(3 * evaluations(tau) for tau in steps)
 
     return cost
+
+
+def lower_round(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor, steps: int) -> Tensor:
+    """With one client and full batches the correction vanishes: plain gradient steps."""
+    A, B, c, *_ = m
+    for _ in range(steps):
+        y = y - h["lr_y"] * (A @ y - B @ x - c)
+    return y
+
+
+def upper_round(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor, p: Tensor, steps: int) -> Tensor:
+    """x_v moves along h - grad_x f(x, y) + grad_x f(x_v, y); for this f the difference is x_v - x."""
+    _, B, _, _, t, D = m
+    start, direction = x, x - t + D.T @ y + B.T @ p
+    for _ in range(steps):
+        x = x - h["lr_x"] * (direction + x - start)
+    return x
+
+
+def upper_gradient_y(m: Matrices, x: Tensor, y: Tensor) -> Tensor:
+    return y - m[3] + m[5] @ x
+
+
+def neumann(A: Tensor, v: Tensor, lr: float, steps: int) -> Tensor:
+    term = total = v
+    for _ in range(steps):
+        term = term - lr * A @ term
+        total = total + term
+    return lr * total
+
+
+def fednest(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        for _ in range(h["inner_rounds"]):
+            y = lower_round(m, h, x, y, steps)
+        p = neumann(m[0], upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"])
+        x = upper_round(m, h, x, y, p, steps)
+    return x, y
+
+
+def lfednest(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """The local hypergradient is renewed at every local step."""
+    _, B, _, _, t, D = m
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        for _ in range(h["inner_rounds"]):
+            y = lower_round(m, h, x, y, steps)
+        for _ in range(steps):
+            p = neumann(m[0], upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"])
+            x = x - h["lr_x"] * (x - t + D.T @ y + B.T @ p)
+    return x, y
+
+
+def aggitd(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    A, lam, N = m[0], h["neumann_lr"], h["inner_rounds"]
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        Q = draw(N + 1)
+        path = [y]
+        for _ in range(N):
+            path.append(lower_round(m, h, x, path[-1], steps))
+        z = upper_gradient_y(m, x, path[Q])
+        for _ in range(Q + 1, N + 1):
+            z = z - lam * A @ z
+        y = path[N]
+        x = upper_round(m, h, x, y, lam * (N + 1) * z, steps)
+    return x, y
+
+
+def mean_of_local_hypergradients(task: Any, h: dict[str, Any]) -> Tensor:
+    """Where sum_i h_i(x, y*(x)) = 0, each h_i with its client's own truncated Neumann sum: linear in x, so solved."""
+    parts = [[part.mean(0) for part in (*client.train, *client.val)] for client in task.clients]
+
+    def total(x: Tensor) -> Tensor:
+        y = task.y_star({"x": x})["y"]
+        local = [(m, neumann(m[0], upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"])) for m in parts]  # type: ignore[arg-type]
+        return torch.stack([x - m[4] + m[5].T @ y + m[1].T @ p for m, p in local]).mean(0)
+
+    zero = torch.zeros_like(task.problem.x["x"])
+    columns = torch.stack([total(e) - total(zero) for e in torch.eye(len(zero), dtype=zero.dtype)], dim=1)
+    return torch.linalg.solve(columns, -total(zero))
+
+
+def fednest_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+    """T = 2, N = 25: gradient and lower round T times, start, N products, hypergradient, upper round."""
+    n, T, N, tau = len(steps), 2, 25, sum(steps)
+    down = T * ((x + y) + (x + 2 * y)) + (x + y) + N * (x + 2 * y) + (x + 2 * y) + (2 * x + y)
+    up = T * (y + y) + y + N * y + x + x
+    gradients = T * (n + 2 * (tau - n)) + n + 2 * n * N + 3 * n + 2 * (tau - n)
+    return 2 * T + N + 3, n * down, n * up, gradients
+
+
+def lfednest_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+    """T = 2, N = 5: two plain lower rounds, one local upper round."""
+    n, T, N, tau = len(steps), 2, 5, sum(steps)
+    return T + 1, n * (T + 1) * (x + y), n * (T * y + x), T * tau + tau * (1 + 2 * N + 3)
+
+
+def aggitd_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+    raise AssertionError("the cost of AggITD depends on Q: see test_aggitd_costs_2n_plus_3_rounds")
 
 
 _SINGLE_LOOP = {
@@ -110,6 +221,9 @@ _ADAPTIVE = _SINGLE_LOOP | {
     "norm_decay": 0.5,
     "norm_floor": 0.01,
 }
+_DOUBLE_LOOP = {"lr_y": 0.5, "neumann_lr": 1.0, "lower_steps": None, "upper_steps": None}
+_NESTED = {"lr_x": 0.2, "inner_rounds": 2, "neumann_steps": 25, **_DOUBLE_LOOP}
+_AGGITD = {"lr_x": fb.schedules.Power(0.1, 1.0, 20.0), "inner_rounds": 4, **_DOUBLE_LOOP}
 
 CASES = {
     "simfbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
@@ -117,4 +231,9 @@ CASES = {
     "shrofbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
     "asfbo": Case(_ADAPTIVE, adaptive(storm=False), one_round(lambda tau: tau)),
     "la-asfbo": Case(_ADAPTIVE, adaptive(storm=True), one_round(lambda tau: 2 * tau - 1)),
+    "fednest": Case(_NESTED, fednest, fednest_cost, rounds=32 * 80),
+    "lfednest": Case(
+        _NESTED | {"neumann_steps": 5}, lfednest, lfednest_cost, rounds=3 * 100, goal=mean_of_local_hypergradients
+    ),
+    "aggitd": Case(_AGGITD, aggitd, aggitd_cost, rounds=11 * 150, tolerance=0.1),
 }

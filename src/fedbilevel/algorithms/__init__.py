@@ -34,13 +34,18 @@ def get(name: str) -> type[Algorithm]:
     return _registry[checks.one_of("algorithm", name, _registry)]
 
 
+from fedbilevel.algorithms.aggitd import AggITD  # noqa: E402
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO  # noqa: E402  (they register themselves)
+from fedbilevel.algorithms.fednest import FedNest, LFedNest  # noqa: E402
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
 
 __all__ = [
     "ASFBO",
     "LAASFBO",
+    "AggITD",
     "Algorithm",
+    "FedNest",
+    "LFedNest",
     "Message",
     "Phase",
     "ShroFBO",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from fedbilevel import __version__
 app = typer.Typer(
     name="fedbilevel",
     help="Federated bilevel optimization: run methods, compare them, report what they cost.",
+    epilog="Example: fedbilevel compare digits --out runs/digits",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -70,6 +72,8 @@ def run(
 
     if watch_stdin:
         threading.Thread(target=_die_with_parent, daemon=True).start()
+    if quiet or json_:
+        logging.getLogger("fedbilevel").setLevel(logging.ERROR)
     place, table = configs.read(experiment)
     overrides = _overrides(task=task, data=data, rounds=rounds, seed=seed, device=device)
     config = configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides=overrides, smoke=smoke)
@@ -149,10 +153,11 @@ def compare(
     jobs = jobs or os.cpu_count() or 1
     threads = max(1, (os.cpu_count() or 1) // jobs)
     members = {}
+    overrides["runtime.threads"] = threads
     for name in names:
         for seed in range(first.experiment.seed, first.experiment.seed + seeds):
-            extra = {**overrides, "seed": seed, "runtime.threads": threads}
-            config = configs.resolve(place, table, algorithm=name, settings=set_, overrides=extra, smoke=smoke)
+            each = [*set_, f"seed={seed}"]
+            config = configs.resolve(place, table, algorithm=name, settings=each, overrides=overrides, smoke=smoke)
             members[f"{config.algorithm.name}/seed-{seed}"] = config
     folder = out or _fresh(Path("runs", Path(place).stem))
     raise typer.Exit(Comparison(folder, members, data_dir, resume, jobs).run(quiet, json_))
@@ -180,11 +185,11 @@ def export(
     out: Annotated[Path, typer.Option(help="Where to write the trained module's state_dict (safetensors).")],
 ) -> None:
     """Write what a run has learnt as one state_dict: x and y by the names of the module's parameters."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     from fedbilevel.runs.load import load_run
 
-    save_file(load_run(folder).state_dict(), out)
+    out.write_bytes(save(load_run(folder).state_dict()))
     print(f"written: {out}")
 
 
@@ -229,17 +234,26 @@ ClickException: Any = typer.BadParameter.mro()[2]  # click's own or the one newe
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Wrong input is one line on stderr and exit code 2; FEDBILEVEL_DEBUG=1 shows the traceback."""
-    from fedbilevel.federation import ClientError
-
+    """Run a command. What goes wrong is one line on stderr and exit code 2; FEDBILEVEL_DEBUG=1 shows the traceback."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
         sys.exit(typer.main.get_command(app).main(given or ["--help"], standalone_mode=False) or 0)
-    except (ClickException, ValueError, TypeError, OSError, ClientError) as error:
-        if os.environ.get("FEDBILEVEL_DEBUG"):
-            raise
-        text = error.format_message() if isinstance(error, ClickException) else str(error)
-        sys.stderr.write(f"error: {' '.join(text.split()) or type(error).__name__}\n")
-        sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+    except Exception as error:
+        if os.environ.get("FEDBILEVEL_DEBUG"):
+            raise
+        sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
+        sys.exit(2)
+
+
+def _explain(error: Exception) -> str:
+    from fedbilevel.federation import ClientError
+
+    if isinstance(error, ClickException):
+        return str(error.format_message())
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, (ValueError, TypeError, OSError, ClientError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error} (FEDBILEVEL_DEBUG=1 shows where)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -14,13 +15,14 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from fedbilevel import report
 from fedbilevel.cli.progress import describe
 from fedbilevel.runs import folder as folders
 from fedbilevel.runs.config import Config
-from fedbilevel.runs.record import without_none
+from fedbilevel.runs.record import check_same, replace, without_none
 
 POLL = 0.2  # seconds
 
@@ -40,6 +42,8 @@ class Comparison:
             raise FileExistsError(
                 f"{folder} holds a comparison already; go on with --resume or give another folder with --out"
             )
+        for name in taken:
+            check_same(folder / name, members[name].table)
         self.folder, self.members, self.data_dir, self.jobs = folder, members, data_dir, jobs
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.ended: dict[str, str] = {}
@@ -48,7 +52,7 @@ class Comparison:
         """Run what is not finished, then rank, print and write the report; the exit code."""
         console = Console(stderr=True)
         live = Live(self._table(), console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
-        waiting = [name for name in self.members if self._status(name) not in ("completed", "diverged")]
+        waiting = [name for name in self.members if not self._finished(name)]
         self.ended = {name: self._status(name) for name in self.members if name not in waiting}
         interrupted = False
         with live or nullcontext():
@@ -59,13 +63,15 @@ class Comparison:
                     for name in [name for name, process in self.running.items() if process.poll() is not None]:
                         self.ended[name] = self._end(name, self.running.pop(name))
                         if not live and not quiet:
-                            console.print(f"{name}: {self.ended[name]}", soft_wrap=True)
+                            console.print(f"{name}: {self.ended[name]}", soft_wrap=True, markup=False)
                     if live:
                         live.update(self._table())
                     time.sleep(POLL)
-                except KeyboardInterrupt:  # the members got the signal too: they save what they have
+                except KeyboardInterrupt:  # at a terminal the members got it too; once more does no harm
                     interrupted, waiting = True, []
-        if interrupted:
+                    for process in self.running.values():
+                        process.send_signal(signal.SIGINT)
+        if interrupted or "interrupted" in self.ended.values():
             return 130
         return self._report(quiet, as_json)
 
@@ -73,9 +79,9 @@ class Comparison:
         """A member is `fedbilevel run` on its resolved config."""
         path = self.folder / name
         path.mkdir(parents=True, exist_ok=True)
-        config = path / "config.toml"
-        if not config.exists():
-            config.write_text(tomli_w.dumps(without_none(self.members[name].table)), encoding="utf-8")
+        (path / folders.SUMMARY).unlink(missing_ok=True)  # of a run whose budget was raised
+        config = path / folders.CONFIG
+        replace(config, tomli_w.dumps(without_none(self.members[name].table)))
         command = [sys.executable, "-m", "fedbilevel.cli", "run", str(config), "--out", str(path)]
         command += ["--resume", "--quiet", "--watch-stdin"]
         if self.data_dir:
@@ -90,6 +96,12 @@ class Comparison:
             return self._status(name)
         return f"failed: {said.splitlines()[-1] if said else f'exit code {process.returncode}'}"
 
+    def _finished(self, name: str) -> bool:
+        """Under the config at hand: a member whose budget was raised goes on."""
+        if self._status(name) not in ("completed", "diverged"):
+            return False
+        return folders.read(self.folder / name).config == without_none(self.members[name].table)
+
     def _status(self, name: str) -> str:
         path = self.folder / name
         return folders.read(path).status if (path / folders.METRICS).exists() else "waiting"
@@ -100,7 +112,7 @@ class Comparison:
             last = self._last(name)
             status = self.ended.get(name, "running" if name in self.running else "waiting")
             round_ = f"{last['round']}/{config.experiment.rounds}" if last else ""
-            table.add_row(name, status, round_, describe(last) if last else "")
+            table.add_row(*map(escape, (name, status, round_, describe(last) if last else "")))
         return table
 
     def _last(self, name: str) -> dict[str, Any] | None:
@@ -128,7 +140,8 @@ class Comparison:
             (Console() if sys.stdout.isatty() else Console(width=140)).print(_ranking(rows))
             for name, status in failed.items():
                 print(f"{name} {status}")
-            print(f"report: {self.folder / 'report.html'}")
+            if finished:
+                print(f"report: {self.folder / 'report.html'}")
         return 2 if failed else 0
 
 
@@ -143,7 +156,7 @@ def _ranking(rows: list[report.Row]) -> Table:
         reached = [row.cost["round"].get(target) if "round" in row.cost else None for target in report.TARGETS]
         cells = [_cell(spread, row.seeds) if spread else "-" for spread in reached]
         accuracy = f"{row.accuracy.mean:.2%} ± {row.accuracy.std:.2%}" if row.accuracy else "-"
-        table.add_row(row.label, str(row.seeds), *cells, accuracy, ", ".join(sorted(row.statuses)))
+        table.add_row(escape(row.label), str(row.seeds), *cells, accuracy, ", ".join(sorted(row.statuses)))
     return table
 
 

@@ -34,8 +34,9 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal and not self.quiet:
-            columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-            self.bar = Bar(*columns, TextColumn("{task.fields[metrics]}"), console=self.console)
+            name, now = (TextColumn(form, markup=False) for form in ("{task.description}", "{task.fields[metrics]}"))
+            columns = [name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now]
+            self.bar = Bar(*columns, console=self.console)
             self.bar.start()
             self.task = self.bar.add_task(self.title, total=self.rounds, metrics="")
         return self
@@ -45,9 +46,8 @@ class Progress:
             self.bar.update(self.task, completed=metrics["round"], metrics=describe(metrics))
         elif not self.quiet and (time.monotonic() - self.last >= PLAIN_EVERY or metrics["round"] >= self.rounds):
             self.last = time.monotonic()
-            self.console.print(
-                f"{self.title}  round {metrics['round']}/{self.rounds}  {describe(metrics)}", soft_wrap=True
-            )
+            line = f"{self.title}  round {metrics['round']}/{self.rounds}  {describe(metrics)}"
+            self.console.print(line, soft_wrap=True, markup=False)
 
     def __exit__(self, *_: object) -> None:
         if self.bar:

@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 Metrics = Mapping[str, Any]
+Sink = Callable[[Metrics], None]
 
 
 @contextmanager
-def trackers(
-    folder: Path, config: Mapping[str, Any], *, tensorboard: bool, mlflow: bool
-) -> Iterator[Callable[[Metrics], None]]:
+def trackers(folder: Path, config: Mapping[str, Any], *, tensorboard: bool, mlflow: bool) -> Iterator[Sink]:
     """A function that sends metrics to every tracker asked for."""
-    sinks: list[Callable[[Metrics], None]] = []
-    closers: list[Callable[[], object]] = []
-    if tensorboard:
-        writer = _import("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
+    with ExitStack() as stack:
+        sinks = [stack.enter_context(_tensorboard(folder / "tensorboard"))] if tensorboard else []
+        sinks += [stack.enter_context(_mlflow(folder.name, config))] if mlflow else []
 
-        def to_tensorboard(metrics: Metrics) -> None:
-            for name, value in _numbers(metrics).items():
-                writer.add_scalar(name, value, metrics["round"])
+        def track(metrics: Metrics) -> None:
+            for sink in sinks:
+                sink(metrics)
 
-        sinks.append(to_tensorboard)
-        closers.append(writer.close)
-    if mlflow:
-        client = _import("mlflow")
-        client.set_experiment("fedbilevel")
-        client.start_run(run_name=folder.name)
-        client.log_dict(dict(config), "config.json")
-        sinks.append(lambda metrics: client.log_metrics(_numbers(metrics), step=metrics["round"]))
-        closers.append(client.end_run)
+        yield track
 
-    def track(metrics: Metrics) -> None:
-        for sink in sinks:
-            sink(metrics)
+
+@contextmanager
+def _tensorboard(folder: Path) -> Iterator[Sink]:
+    kind = _import("torch.utils.tensorboard").SummaryWriter
+    writers: list[Any] = []
+
+    def log(metrics: Metrics) -> None:
+        if not writers:  # only now: before its first evaluation a run has no folder
+            writers.append(kind(str(folder)))
+        for name, value in _numbers(metrics).items():
+            writers[0].add_scalar(name, value, metrics["round"])
 
     try:
-        yield track
+        yield log
     finally:
-        for close in closers:
-            close()
+        for writer in writers:
+            writer.close()
+
+
+@contextmanager
+def _mlflow(name: str, config: Mapping[str, Any]) -> Iterator[Sink]:
+    client = _import("mlflow")
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells what it creates
+    client.set_experiment("fedbilevel")
+    with client.start_run(run_name=name):
+        client.log_dict(dict(config), "config.json")
+        yield lambda metrics: client.log_metrics(_numbers(metrics), step=metrics["round"])
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
@@ -50,8 +60,6 @@ def _numbers(metrics: Metrics) -> dict[str, float]:
 
 
 def _import(name: str) -> Any:
-    from importlib import import_module
-
     try:
         return import_module(name)
     except ImportError as error:

@@ -89,6 +89,10 @@ class Federation(Protocol):
         """The cohort of a round: distinct clients, drawn uniformly."""
         ...
 
+    def draw(self, count: int) -> int:
+        """A choice of the server's own among 0 .. count - 1, uniform and keyed."""
+        ...
+
     def ask(
         self, phase: str, clients: Sequence[int], *, each: Sequence[Mapping[str, Any]] | None = None, **shared: Any
     ) -> Replies:

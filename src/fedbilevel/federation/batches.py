@@ -11,39 +11,55 @@ from torch import Tensor
 from fedbilevel.problem import Batch, ClientData, Data, leaves, like
 from fedbilevel.rng import fold_in, rows
 
-Sides = Literal["train", "val", "both", "full"]
+Sides = Literal["train", "val", "both"]
+SIDES: dict[Sides, tuple[str, ...]] = {"train": ("train",), "val": ("val",), "both": ("train", "val")}
 
 
 class Batches:
-    """Draws for clients whose batches have one shape (`shape` says which do)."""
+    """Draws for clients whose batches have one shape (`shape` says which do); `size` None is the full batch."""
 
     def __init__(
-        self, clients: Sequence[ClientData], keys: Tensor, sides: Sides, size: int | None, draws: int, device: str
+        self,
+        clients: Sequence[ClientData],
+        keys: Tensor,
+        sides: Sides,
+        size: int | None,
+        *,
+        draws: int = 1,
+        epochs: bool = False,
+        device: str = "cpu",
     ) -> None:
-        self.clients, self.keys, self.draws, self.device = clients, keys, draws, device
-        self.size = None if sides == "full" else size
-        self.sides = ("train", "val") if sides in ("both", "full") else (sides,)
-        self.samples = draws * sum(_count(clients[0], side, self.size) for side in self.sides)
+        self.clients, self.keys, self.sides, self.size = clients, keys, SIDES[sides], size
+        self.draws, self.epochs, self.device = draws, epochs, device
+        self.samples = 0  # drawn so far, by all clients together
         self._full: dict[str, Data] = {}
 
     def at(self, k: int, active: int) -> Any:
         """The batches of step k, for the first `active` clients."""
-        keys = fold_in(self.keys[:active], k)
+        keys = self.keys[:active]
         drawn = []
         for draw in range(self.draws):
-            key = fold_in(keys, draw)
-            parts = {side: self._side(side, fold_in(key, j), active) for j, side in enumerate(self.sides)}
-            drawn.append(Batch(**parts, rng=fold_in(key, 2).to(self.device)))
+            parts = {side: self._side(side, fold_in(keys, j), k, draw, active) for j, side in enumerate(self.sides)}
+            rng = fold_in(fold_in(fold_in(keys, 2), k), draw)
+            drawn.append(Batch(**parts, rng=rng.to(self.device)))
         return tuple(drawn) if self.draws > 1 else drawn[0]
 
-    def _side(self, side: str, keys: Tensor, active: int) -> Data:
+    def _side(self, side: str, keys: Tensor, k: int, draw: int, active: int) -> Data:
         sizes = [client.size(side) for client in self.clients[:active]]
         count = _count(self.clients[0], side, self.size)
         if count == sizes[0]:
             if side not in self._full:
                 self._full[side] = self._gather(side, [slice(None)] * len(self.clients))
+            self.samples += count * active
             return like(self._full[side], [stack[:active] for _, stack in leaves(self._full[side])])
-        return self._gather(side, list(rows(keys, sizes, count)))
+        if self.epochs:
+            epoch, place = divmod(k, -(-sizes[0] // count))
+            order = rows(fold_in(fold_in(keys, epoch), draw), sizes, sizes[0])
+            chosen = order[:, place * count : (place + 1) * count]
+        else:
+            chosen = rows(fold_in(fold_in(keys, k), draw), sizes, count)
+        self.samples += chosen.numel()
+        return self._gather(side, list(chosen))
 
     def _gather(self, side: str, indices: Sequence[slice | Tensor]) -> Data:
         data = [getattr(client, side) for client, _ in zip(self.clients, indices, strict=False)]
@@ -57,12 +73,22 @@ def _count(client: ClientData, side: str, size: int | None) -> int:
     return client.size(side) if size is None else min(size, client.size(side))
 
 
-def shape(client: ClientData, sides: Sides, size: int | None) -> Hashable:
+def passes(client: ClientData, size: int | None, epochs: int) -> int:
+    """Steps that so many passes over a client's training data take."""
+    return epochs * -(-client.size("train") // _count(client, "train", size))
+
+
+def shape(client: ClientData, sides: Sides, size: int | None, epochs: bool = False) -> Hashable:
     """Clients of equal shape can be stacked: their batches hold as many samples, of the same form."""
-    size = None if sides == "full" else size
-    names = ("train", "val") if sides in ("both", "full") else (sides,)
     return tuple(
-        (count := _count(client, side, size), count == client.size(side), name, tensor.shape[1:], tensor.dtype)
-        for side in names
+        (
+            client.size(side) if epochs else None,
+            count := _count(client, side, size),
+            count == client.size(side),
+            name,
+            tensor.shape[1:],
+            tensor.dtype,
+        )
+        for side in SIDES[sides]
         for name, tensor in leaves(getattr(client, side))
     )

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedbilevel import checks
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import ClientError, Cost, Ledger, QuorumError, Replies
-from fedbilevel.federation.batches import Batches, shape
+from fedbilevel.federation.batches import Batches, passes, shape
 from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Message, Phase
+from fedbilevel.phase import Epochs, Message, Phase
 from fedbilevel.problem import ClientData, Problem, client_weights
-from fedbilevel.rng import fold_in, root, subset
+from fedbilevel.rng import fold_in, integers, root, subset
 from fedbilevel.trace import Flat, trace
 from fedbilevel.tree import nbytes
 
@@ -88,6 +88,7 @@ class SimulatedFederation:
         on_client(0, "before round 1", lambda: problem.check(clients[0]))
         self.ledger = Ledger()
         self.cohorts = 0
+        self.draws = 0
         self.assignments = 0
         self._records: dict[str, list[float]] = defaultdict(list)
         self._footprints: dict[Hashable, int] = {}
@@ -105,6 +106,11 @@ class SimulatedFederation:
         self.cohorts += 1
         return subset(key, len(self), self.environment.cohort(len(self)))
 
+    def draw(self, count: int) -> int:
+        key = fold_in(root(self.seed, "server"), self.draws)
+        self.draws += 1
+        return int(integers(key, 0, count - 1))
+
     def record(self, **values: float | Tensor) -> None:
         for name, value in values.items():
             self._records[name].append(float(value))
@@ -120,13 +126,14 @@ class SimulatedFederation:
         return {
             "ledger": asdict(self.ledger),
             "cohorts": self.cohorts,
+            "draws": self.draws,
             "assignments": self.assignments,
             "records": {name: list(values) for name, values in self._records.items()},
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.ledger = Ledger.load(snapshot["ledger"])
-        self.cohorts, self.assignments = snapshot["cohorts"], snapshot["assignments"]
+        self.cohorts, self.draws, self.assignments = (snapshot[name] for name in ("cohorts", "draws", "assignments"))
         self._records = defaultdict(list, {name: list(values) for name, values in snapshot["records"].items()})
 
     def post(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> None:
@@ -166,20 +173,35 @@ class SimulatedFederation:
         numbers = torch.arange(self.assignments, self.assignments + len(clients))
         self.assignments += len(clients)
         keys = fold_in(fold_in(root(self.seed, exchange.phase), numbers), torch.tensor(clients))
-        steps = exchange.role.steps
-        taus = self.environment.steps(fold_in(keys, 0), clients) if steps == "local" else [steps] * len(clients)
+        taus = self._steps(exchange, fold_in(keys, 0), clients)
         own = each or [{}] * len(clients)
         return [Assignment(*parts) for parts in zip(clients, taus, own, fold_in(keys, 1), strict=True)]
+
+    def _steps(self, exchange: Exchange, keys: Tensor, clients: Sequence[int]) -> list[int]:
+        steps = exchange.role.steps
+        if steps == "local":
+            return self.environment.steps(keys, clients)
+        if isinstance(steps, Epochs):
+            return [passes(self._data(exchange, i), self._batch_size(exchange), steps.passes) for i in clients]
+        return [steps] * len(clients)
+
+    def _data(self, exchange: Exchange, client: int) -> ClientData:
+        found = on_client(client, exchange.place, functools.partial(self.clients.__getitem__, client))
+        return cast(ClientData, found)
+
+    def _batch_size(self, exchange: Exchange) -> int | None:
+        return None if exchange.role.full else self.environment.batch_size
 
     def _chunks(self, exchange: Exchange, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
         groups: dict[Hashable, list[Assignment]] = defaultdict(list)
         for w in work:
-            data = on_client(w.client, exchange.place, functools.partial(self.clients.__getitem__, w.client))
+            role, data = exchange.role, self._data(exchange, w.client)
+            form = shape(data, role.batch, self._batch_size(exchange), isinstance(role.steps, Epochs))
             sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(w.each))
-            groups[exchange.phase, shape(data, exchange.role.batch, self.environment.batch_size), repr(sent)].append(w)
-        for form, group in groups.items():
-            size = 1 if self.mode == "loop" else max(1, self.memory // self._footprint(form, exchange, group[0]))
+            groups[exchange.phase, form, repr(sent)].append(w)
+        for kind, group in groups.items():
+            size = 1 if self.mode == "loop" else max(1, self.memory // self._footprint(kind, exchange, group[0]))
             group.sort(key=lambda w: -w.steps)
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
@@ -213,7 +235,12 @@ class SimulatedFederation:
         """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
         role = exchange.role
         data, keys = [self.clients[w.client] for w in work], torch.stack([w.key for w in work])
-        batches = Batches(data, keys, role.batch, self.environment.batch_size, role.draws, self.device)
+        batches = Batches(
+            *(data, keys, role.batch, self._batch_size(exchange)),
+            draws=role.draws,
+            epochs=isinstance(role.steps, Epochs),
+            device=self.device,
+        )
         dtype = next(iter(self.problem.x.values())).dtype
         steps = torch.tensor([w.steps for w in work], dtype=dtype, device=self.device)
         each = pytree.tree_map(lambda *ts: torch.stack([torch.as_tensor(t) for t in ts]), *(dict(w.each) for w in work))
@@ -227,7 +254,7 @@ class SimulatedFederation:
                 active = still
             carry, gradients = self._step(exchange, k == 0, carry, batches.at(k, active), lift)
             cost.gradients += gradients * active
-            cost.samples += batches.samples * active
+        cost.samples += batches.samples
         for part, final in [(work[:active], carry), *done]:
             yield part, lift(role.finish)(final)
 

@@ -1,0 +1,209 @@
+"""FedNest and LFedNest: nested loops, each made of communication rounds.
+
+Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: Federated Bilevel, Minimax, and Compositional Optimization", ICML
+2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from fedbilevel import checks
+from fedbilevel.algorithms import register
+from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.rounds import (
+    HessianProduct,
+    Hypergradient,
+    LowerGradient,
+    LowerRound,
+    Once,
+    UpperGradientY,
+    UpperRound,
+    Walk,
+    check_steps,
+    local_neumann,
+    local_steps,
+)
+from fedbilevel.federation.base import Federation
+from fedbilevel.oracle import Oracle
+from fedbilevel.phase import Message, Phase, Steps
+from fedbilevel.problem import Batch, Problem
+from fedbilevel.schedules import Step
+from fedbilevel.tree import Tree
+
+
+class State(NamedTuple):
+    x: Tree
+    y: Tree
+
+
+class PrivatePower(Once):
+    """c_i <- c_i - lr d2yy g_i c_i: the published code lets each client multiply by its own Hessian only."""
+
+    batch = "train"
+    reply: ClassVar = {"c": "y"}
+    summed = False
+
+    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+        product = oracle.hessian_product(m["x"], m["y"], m["c"], batch)
+        return {"c": m["c"] - self.settings.neumann_lr * product}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Nested(Algorithm):
+    """What both variants share: T = `inner_rounds` rounds on y."""
+
+    lr_x: Step = 0.01
+    lr_y: Step = 0.003
+    neumann_lr: float = 0.01
+    neumann_steps: int = 5
+    inner_rounds: int = 1
+    lower: Literal["svrg", "sgd"] = "svrg"
+    lower_steps: int | str | None = "5 epochs"
+    upper_steps: int | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive("neumann_lr", self.neumann_lr)
+        checks.integer("neumann_steps", self.neumann_steps, least=1)
+        checks.integer("inner_rounds", self.inner_rounds, least=1)
+        checks.one_of("lower", self.lower, ("svrg", "sgd"))
+        check_steps("lower_steps", self.lower_steps)
+        check_steps("upper_steps", self.upper_steps)
+
+    def init(self, problem: Problem) -> State:
+        return State(*problem.start)
+
+    def inner(self, x: Tree, y: Tree, fed: Federation) -> Tree:
+        """FedInn, T times."""
+        for _ in range(self.inner_rounds):
+            S = fed.sample()
+            correction = {"q": fed.ask("gradient", S, x=x, y=y).mean("q")} if self.lower == "svrg" else {}
+            y = y + fed.ask("lower_round", S, x=x, y=y, **correction).mean("dy")
+        return y
+
+
+@register("fednest")
+@dataclass(frozen=True, kw_only=True)
+class FedNest(_Nested):
+    """FedNest, 2T + N + 3 rounds an iteration (T = `inner_rounds`, N = `neumann_steps`; T fewer with `lower="sgd"`).
+
+    FedInn, T times: q = mean grad_y g_i(x, y); on each client, tau_i times,
+        y_i <- y_i - lr_y (grad_y g_i(x, y_i) - grad_y g_i(x, y) + q);   then y <- y + mean (y_i - y).
+    FedIHGP, with v = mean grad_y f_i, lambda = `neumann_lr` and a mean Hessian product a round:
+        p = lambda sum_{k <= N} (I - lambda H)^k v                               (`truncation="sum"`)
+        p = lambda N (I - lambda H)^N' v,   N' drawn uniformly from {0 .. N-1}     (`truncation="random"`, as published)
+    FedOut: h = mean (grad_x f_i - d2xy g_i p); on each client, tau_i times,
+        x_i <- x_i - lr_x (h - grad_x f_i(x, y) + grad_x f_i(x_i, y));   then x <- x + mean (x_i - x).
+
+    Departures from print: the Neumann sum is deterministic by default; clients send displacements. A new cohort is
+    drawn for every lower round, for every factor of p, and for the steps on x.
+
+    `compat="reference"` does what the published code does, which is not the published algorithm: each client multiplies
+    by its own Hessian only, and the server averages the proposals of all factors so far, so that
+
+        p = lambda (v + sum_{k <= N} (1/k) mean_i (I - lambda H_i)^k v);
+
+    one cohort serves p and x, and gradients are full-batch. (The code has one number for lambda and lr_x.) Our server
+    holds the clients' private vectors for them: a factor moves one vector more each way.
+    """
+
+    phases: ClassVar = {
+        "gradient": LowerGradient,
+        "lower_round": LowerRound,
+        "start": UpperGradientY,
+        "product": HessianProduct,
+        "private_power": PrivatePower,
+        "hypergradient": Hypergradient,
+        "upper_round": UpperRound,
+    }
+
+    truncation: Literal["sum", "random"] = "sum"
+    compat: Literal["reference"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("truncation", self.truncation, ("sum", "random"))
+        if self.compat is not None:
+            checks.one_of("compat", self.compat, ("reference",))
+
+    @property
+    def full_batches(self) -> bool:  # type: ignore[override]
+        return self.compat == "reference"
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        x, y = s.x, self.inner(s.x, s.y, fed)
+        S = fed.sample()
+        v = fed.ask("start", S, x=x, y=y).mean("v")
+        p = self.reference_product(x, y, v, S, fed) if self.compat else self.inverse_product(x, y, v, fed)
+        h = fed.ask("hypergradient", S, x=x, y=y, p=p).mean("h")
+        x = x + fed.ask("upper_round", S, x=x, y=y, h=h).mean("dx")
+        return State(fed.problem.project(x), y)
+
+    def inverse_product(self, x: Tree, y: Tree, v: Tree, fed: Federation) -> Tree:
+        """FedIHGP: an estimate of [mean H]^-1 v."""
+        lam, N = self.neumann_lr, self.neumann_steps
+        term = total = v
+        for _ in range(N if self.truncation == "sum" else fed.draw(N)):
+            term = term - lam * fed.ask("product", fed.sample(), x=x, y=y, v=term).mean("hv")
+            total = total + term
+        return lam * total if self.truncation == "sum" else lam * N * term
+
+    def reference_product(self, x: Tree, y: Tree, v: Tree, S: list[int], fed: Federation) -> Tree:
+        """As coded: powers of local Hessians, the k-th weighted 1/k."""
+        private, p = dict.fromkeys(S, v), v
+        for k in range(1, self.neumann_steps + 1):
+            r = fed.ask("private_power", S, x=x, y=y, each=[{"c": private[i]} for i in S])
+            private |= {reply.client: reply.values["c"] for reply in r}
+            p = p + r.mean("c") / k
+        return self.neumann_lr * p
+
+
+class LocalUpperRound(Phase):
+    """tau_i steps x_i <- x_i - lr_x (grad_x f_i - d2xy g_i p_i), p_i its own Neumann sum; replies with x_i - x."""
+
+    batch = "both"
+    reply: ClassVar = {"dx": "x"}
+
+    settings: LFedNest
+
+    @property
+    def steps(self) -> Steps:  # type: ignore[override]
+        return local_steps(self.settings.upper_steps)
+
+    def start(self, m: Message) -> Walk:
+        return Walk(m.x, m.x, m.y, ())
+
+    def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
+        x, y, h = c.here, c.other, self.settings
+        v = oracle.upper_gradient_y(x, y, batch)
+        p = local_neumann(oracle, x, y, v, batch, h.neumann_steps, h.neumann_lr)
+        d = oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
+        return c._replace(here=oracle.project_x(x - h.lr_x * d))
+
+    def finish(self, c: Walk) -> dict[str, Any]:
+        return {"dx": c.here - c.start}
+
+
+@register("lfednest")
+@dataclass(frozen=True, kw_only=True)
+class LFedNest(_Nested):
+    """LFedNest, T + 1 rounds an iteration (2T + 1 with `lower="svrg"`): everything above is local.
+
+    FedInn as in `FedNest` (by default its SGD type), then on each client, tau_i times,
+
+        p_i = lambda sum_{k <= N} (I - lambda d2yy g_i)^k grad_y f_i,   x_i <- x_i - lr_x (grad_x f_i - d2xy g_i p_i),
+
+    and x <- x + mean (x_i - x). It averages local hypergradients: on heterogeneous clients it solves another problem.
+    """
+
+    solves = "local"
+    phases: ClassVar = {"gradient": LowerGradient, "lower_round": LowerRound, "local_upper_round": LocalUpperRound}
+
+    lower: Literal["svrg", "sgd"] = "sgd"
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        y = self.inner(s.x, s.y, fed)
+        x = s.x + fed.ask("local_upper_round", fed.sample(), x=s.x, y=y).mean("dx")
+        return State(fed.problem.project(x), y)

@@ -1,0 +1,170 @@
+"""The exchanges that double-loop methods are made of, each once: FedNest, FBO-AggITD and FedMBO combine them.
+
+Clients reply with directions and displacements, never with iterates: means over a cohort are right for those only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+from fedbilevel import checks
+from fedbilevel.oracle import Oracle
+from fedbilevel.phase import Epochs, Message, Phase, Steps
+from fedbilevel.problem import Batch
+from fedbilevel.tree import Tree
+
+
+class Once(Phase):
+    """One evaluation at the point m that was sent: its `step` makes the reply."""
+
+    @property
+    def full(self) -> bool:  # type: ignore[override]
+        return bool(self.settings.full_batches)
+
+    def start(self, m: Message) -> Any:
+        return {name: value for name, value in vars(m).items() if name != "steps"}
+
+    def finish(self, reply: Any) -> dict[str, Any]:
+        return reply  # type: ignore[no-any-return]
+
+
+class LowerGradient(Once):
+    """q_i = grad_y g_i(x, y)."""
+
+    batch = "train"
+    reply: ClassVar = {"q": "y"}
+
+    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+        return {"q": oracle.lower_gradient_y(m["x"], m["y"], batch)}
+
+
+class UpperGradientY(Once):
+    """v_i = grad_y f_i(x, y)."""
+
+    batch = "val"
+    reply: ClassVar = {"v": "y"}
+
+    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+        return {"v": oracle.upper_gradient_y(m["x"], m["y"], batch)}
+
+
+class HessianProduct(Once):
+    """d2yy g_i(x, y) v."""
+
+    batch = "train"
+    reply: ClassVar = {"hv": "y"}
+
+    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+        return {"hv": oracle.hessian_product(m["x"], m["y"], m["v"], batch)}
+
+
+class Hypergradient(Once):
+    """h_i = grad_x f_i(x, y) - d2xy g_i(x, y) p."""
+
+    batch = "both"
+    reply: ClassVar = {"h": "x"}
+
+    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+        x, y = m["x"], m["y"]
+        return {"h": oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, m["p"], batch)}
+
+
+class Walk(NamedTuple):
+    """Where a client is, where it started, and what stays as it was sent."""
+
+    here: Tree
+    start: Tree
+    other: Tree
+    direction: Any
+
+
+class LowerRound(Phase):
+    """tau_i steps y_i <- y_i - lr_y (grad_y g_i(x, y_i; b) - grad_y g_i(x, y; b) + q); replies with y_i - y.
+
+    The SVRG type, as written; the SGD type drops the correction and takes no q.
+    """
+
+    batch = "train"
+    reply: ClassVar = {"dy": "y"}
+
+    @property
+    def steps(self) -> Steps:  # type: ignore[override]
+        return local_steps(self.settings.lower_steps)
+
+    def start(self, m: Message) -> Walk:
+        return Walk(m.y, m.y, m.x, m.q if self.settings.lower == "svrg" else ())
+
+    def first(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
+        """At y_i = y the correction leaves q alone; the published code of FedNest evaluates it all the same."""
+        if self.settings.lower == "sgd" or self.settings.full_batches:
+            return self.step(c, oracle, batch)
+        return c._replace(here=c.here - self.settings.lr_y * c.direction)
+
+    def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
+        d = oracle.lower_gradient_y(c.other, c.here, batch)
+        if self.settings.lower == "svrg":
+            d = d - oracle.lower_gradient_y(c.other, c.start, batch) + c.direction
+        return c._replace(here=c.here - self.settings.lr_y * d)
+
+    def finish(self, c: Walk) -> dict[str, Any]:
+        return {"dy": c.here - c.start}
+
+
+class UpperRound(Phase):
+    """tau_i steps x_i <- x_i - lr_x (h - grad_x f_i(x, y; b) + grad_x f_i(x_i, y; b)); replies with x_i - x.
+
+    Only the direct part is corrected: the indirect one would need the global Hessian at x_i.
+    """
+
+    @property
+    def full(self) -> bool:  # type: ignore[override]
+        return bool(self.settings.full_batches)
+
+    batch = "val"
+    reply: ClassVar = {"dx": "x"}
+
+    @property
+    def steps(self) -> Steps:  # type: ignore[override]
+        return local_steps(self.settings.upper_steps)
+
+    def start(self, m: Message) -> Walk:
+        return Walk(m.x, m.x, m.y, m.h)
+
+    def first(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
+        """At x_i = x the correction is zero."""
+        return c._replace(here=oracle.project_x(c.here - self.settings.lr_x * c.direction))
+
+    def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
+        there = oracle.upper_gradient_x(c.start, c.other, batch)
+        here = oracle.upper_gradient_x(c.here, c.other, batch)
+        return c._replace(here=oracle.project_x(c.here - self.settings.lr_x * (c.direction - there + here)))
+
+    def finish(self, c: Walk) -> dict[str, Any]:
+        return {"dx": c.here - c.start}
+
+
+def local_neumann(oracle: Oracle, x: Tree, y: Tree, v: Tree, batch: Batch, steps: int, lr: float) -> Tree:
+    """lr sum_{k <= steps} (I - lr d2yy g_i)^k v, with the client's own Hessian: biased when clients differ."""
+    term = total = v
+    for _ in range(steps):
+        term = term - lr * oracle.hessian_product(x, y, term, batch)
+        total = total + term
+    return lr * total
+
+
+def local_steps(setting: int | str | None) -> Steps:
+    """A method's own number of local steps: the environment's (None), a number, or "5 epochs"."""
+    if isinstance(setting, str):
+        return Epochs(int(setting.split()[0]))
+    return "local" if setting is None else setting
+
+
+def check_steps(name: str, setting: int | str | None) -> None:
+    if isinstance(setting, str):
+        count, _, unit = setting.partition(" ")
+        if not count.isdigit() or int(count) < 1 or unit not in ("epoch", "epochs"):
+            raise ValueError(
+                f"{name} is {setting!r}; it must be a whole number, 'N epochs', or None for the environment's"
+            )
+    elif setting is not None:
+        checks.integer(name, setting, least=1)
