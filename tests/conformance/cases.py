@@ -170,6 +170,22 @@ def aggitd(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
+def fedavg(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        y = y + h["server_lr"] * (lower_round(m, h, x, y, steps) - y)
+    return x, y
+
+
+def fedbio(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client there is nothing to average: steps times iterations steps, z projected at each."""
+    x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
+    for _ in range(steps * iterations):
+        dx, dy, dz = directions(m, x, y, z)
+        x, y, z = x - h["lr_x"] * dx, y - h["lr_y"] * dy, ball(z - h["lr_z"] * dz, h["radius"])
+    return x, y
+
+
 def mean_of_local_hypergradients(task: Any, h: dict[str, Any]) -> Tensor:
     """Where sum_i h_i(x, y*(x)) = 0, each h_i with its client's own truncated Neumann sum: linear in x, so solved."""
     parts = [[part.mean(0) for part in (*client.train, *client.val)] for client in task.clients]
@@ -234,6 +250,13 @@ CASES = {
     "fednest": Case(_NESTED, fednest, fednest_cost, rounds=32 * 80),
     "lfednest": Case(
         _NESTED | {"neumann_steps": 5}, lfednest, lfednest_cost, rounds=3 * 100, goal=mean_of_local_hypergradients
+    ),
+    "fedbio": Case({"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0}, fedbio, one_round(lambda tau: tau)),
+    "fedavg": Case(
+        {"lr_x": 0.1, "lr_y": 0.4, "server_lr": 0.9, "train": "y"},
+        fedavg,
+        cost=lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), sum(steps)),
+        goal=lambda task, h: task.problem.x["x"],  # x is not trained, y goes to y*(x)
     ),
     "aggitd": Case(_AGGITD, aggitd, aggitd_cost, rounds=11 * 150, tolerance=0.1),
 }

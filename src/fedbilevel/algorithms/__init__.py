@@ -36,6 +36,8 @@ def get(name: str) -> type[Algorithm]:
 
 from fedbilevel.algorithms.aggitd import AggITD  # noqa: E402
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO  # noqa: E402  (they register themselves)
+from fedbilevel.algorithms.fedavg import FedAvg  # noqa: E402
+from fedbilevel.algorithms.fedbio import FedBiO  # noqa: E402
 from fedbilevel.algorithms.fednest import FedNest, LFedNest  # noqa: E402
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
 
@@ -44,6 +46,8 @@ __all__ = [
     "LAASFBO",
     "AggITD",
     "Algorithm",
+    "FedAvg",
+    "FedBiO",
     "FedNest",
     "LFedNest",
     "Message",

@@ -62,10 +62,16 @@ class Ledger:
 
 
 class Reply(NamedTuple):
-    """One client's answer: `staleness` counts the server's iterations between its fetch and its arrival."""
+    """One client's answer.
 
+    `place` is its place among those asked, `weight` is n p_i (1 for uniform weights), `staleness` counts the server's
+    iterations between its fetch and its arrival. `values` is empty where the phase's replies are only summed.
+    """
+
+    place: int
     client: int
     steps: int
+    weight: float
     staleness: int
     values: Mapping[str, Any]
 
@@ -127,30 +133,19 @@ class Replies:
         self._replies: list[Reply] = []
         self._sums: dict[str, Any] = {}
 
-    def add(
-        self,
-        clients: Sequence[int],
-        steps: Sequence[int],
-        scales: Sequence[float],
-        values: dict[str, Any],
-        staleness: int,
-    ) -> None:
-        """Take a stack of replies (leading axis: clients), each weighted by its n p_i; those not finite are refused."""
-        values = {**values, "steps": torch.tensor(steps, dtype=torch.float64)}
-        sums = _weighted_sum(scales, values)
+    def add(self, replies: Sequence[Reply], stack: dict[str, Any]) -> None:
+        """Take a stack of values (leading axis: clients), one for each of `replies`; those not finite are refused."""
+        stack = {**stack, "steps": torch.tensor([reply.steps for reply in replies], dtype=torch.float64)}
+        sums = _weighted_sum(replies, stack)
         if not is_finite(sums):
-            good = [self._check(client, _row(values, j)) for j, client in enumerate(clients)]
-            keep = [j for j, ok in enumerate(good) if ok]
+            keep = [j for j, reply in enumerate(replies) if self._check(reply.client, _row(stack, j))]
             if not keep:
                 return
-            clients, steps, scales = ([seq[j] for j in keep] for seq in (clients, steps, scales))  # type: ignore[assignment]
-            values = pytree.tree_map(lambda t: t[keep], values)
-            sums = _weighted_sum(scales, values)
+            replies, stack = [replies[j] for j in keep], pytree.tree_map(lambda t: t[keep], stack)
+            sums = _weighted_sum(replies, stack)
         self._sums = pytree.tree_map(torch.add, self._sums, sums) if self._sums else sums
-        self._replies += [
-            Reply(client, steps[j], staleness, {} if self.summed else _row(values, j))
-            for j, client in enumerate(clients)
-        ]
+        for j, reply in enumerate(replies):
+            self._replies.append(reply if self.summed else reply._replace(values=_row(stack, j)))
 
     def _check(self, client: int, values: Mapping[str, Any]) -> bool:
         wrong = [name for name, value in values.items() if not is_finite(value)]
@@ -170,15 +165,15 @@ class Replies:
         return len(self._replies)
 
     def __iter__(self) -> Iterator[Reply]:
-        return iter(self._replies)
+        return iter(sorted(self._replies, key=lambda reply: reply.place))
 
 
-def _weighted_sum(scales: Sequence[float], values: dict[str, Any]) -> dict[str, Any]:
-    def total(stack: Tensor) -> Tensor:
-        weights = torch.tensor(scales, dtype=stack.dtype, device=stack.device)
-        return (weights @ stack.reshape(len(stack), -1)).reshape(stack.shape[1:])
+def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, Any]:
+    def total(values: Tensor) -> Tensor:
+        weights = torch.tensor([reply.weight for reply in replies], dtype=values.dtype, device=values.device)
+        return (weights @ values.reshape(len(values), -1)).reshape(values.shape[1:])
 
-    return pytree.tree_map(total, values)  # type: ignore[no-any-return]
+    return pytree.tree_map(total, stack)  # type: ignore[no-any-return]
 
 
 def _row(values: dict[str, Any], j: int) -> dict[str, Any]:

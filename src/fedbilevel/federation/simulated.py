@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbilevel import checks
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import ClientError, Cost, Ledger, QuorumError, Replies
+from fedbilevel.federation.base import ClientError, Cost, Ledger, QuorumError, Replies, Reply
 from fedbilevel.federation.batches import Batches, passes, shape
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase
@@ -36,6 +36,7 @@ Each = Sequence[Mapping[str, Any]] | None
 class Assignment(NamedTuple):
     """One client's share of an exchange. `key`, from a number unique in the run, is the root of the client's draws."""
 
+    place: int
     client: int
     steps: int
     each: Mapping[str, Any]
@@ -152,8 +153,7 @@ class SimulatedFederation:
             for part, values in self._run(exchange, chunk, cost):
                 _validate(exchange, values, self.problem, len(part))
                 cost.bytes_up += nbytes(values)
-                scales = [len(self) * self.weights[w.client] for w in part]
-                replies.add([w.client for w in part], [w.steps for w in part], scales, values, staleness=0)
+                replies.add([self._reply(w) for w in part], values)
         cost.bytes_down += sum(nbytes(shared) + nbytes(dict(w.each)) for w in work)
         self.ledger.refused_replies += len(replies.refused)
         if len(replies) < self.environment.min_replies:
@@ -175,7 +175,11 @@ class SimulatedFederation:
         keys = fold_in(fold_in(root(self.seed, exchange.phase), numbers), torch.tensor(clients))
         taus = self._steps(exchange, fold_in(keys, 0), clients)
         own = each or [{}] * len(clients)
-        return [Assignment(*parts) for parts in zip(clients, taus, own, fold_in(keys, 1), strict=True)]
+        parts = zip(range(len(clients)), clients, taus, own, fold_in(keys, 1), strict=True)
+        return [Assignment(*part) for part in parts]
+
+    def _reply(self, w: Assignment) -> Reply:
+        return Reply(w.place, w.client, w.steps, len(self) * self.weights[w.client], staleness=0, values={})
 
     def _steps(self, exchange: Exchange, keys: Tensor, clients: Sequence[int]) -> list[int]:
         steps = exchange.role.steps
