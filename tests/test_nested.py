@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm
+from fedbilevel.federation import simulated
 from fedbilevel.solve import Run
 
 
@@ -163,3 +164,44 @@ def test_local_epochs_pass_over_the_data_once_each() -> None:
 def test_wrong_local_steps_are_refused(wrong: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="lower_steps is"):
         fb.algorithms.AggITD(lower_steps=wrong)
+
+
+def test_fedmbo_is_unbiased_with_weights_that_are_not_uniform() -> None:
+    """Mean of 250 draws of 4 chains against the dense truncated sum, within 4.5 standard errors in each coordinate."""
+    of, lam, N, weights = task(), 0.6, 4, [0.1, 0.2, 0.3, 0.4]
+    A, B, _, e, t, _ = of._means(weights)
+    p = lam * sum(torch.linalg.matrix_power(torch.eye(4) - lam * A, k) @ -e for k in range(N))
+    method = fb.algorithms.FedMBO(lr_x=0.1, lr_y=1e-12, neumann_lr=lam, neumann_steps=N)
+    fed = fb.SimulatedFederation(of.problem, of.clients, method, weights=weights)
+    fed.ledger.iterations = simulated.TRACE_FROM  # as in a long run
+    start = method.init(of.problem)
+    found = torch.stack([(start.x["x"] - method.iterate(start, fed).x["x"]) / 0.1 for _ in range(250)])
+    error = found.std(0) / 250**0.5
+    assert ((found.mean(0) - (-t + B.T @ p)).abs() < 4.5 * error).all()
+    assert (error < 0.2 * (B.T @ p).norm()).all(), "the test would accept anything"
+
+
+def test_fedmbo_costs_its_longest_chain() -> None:
+    of = task()
+    for seed in range(5):
+        method = fb.algorithms.FedMBO(neumann_steps=4, inner_rounds=2)
+        fed = fb.SimulatedFederation(of.problem, of.clients, method, seed=seed)
+        twin = fb.SimulatedFederation(of.problem, of.clients, method, seed=seed)
+        longest = max(twin.draw(4) for _ in range(4))
+        Run(fed, {}).advance()
+        assert fed.ledger.rounds == 2 + 1 + longest + 1
+
+
+def test_local_random_truncation_has_the_expectation_of_the_sum() -> None:
+    """LocalBSGM's momentum over 50 like clients, 25 times, within 4.5 standard errors of that with the sum."""
+    of = task(clients=50, heterogeneity=0.0)
+    options = {"lr_x": 1e-9, "lr_y": 1e-9, "neumann_lr": 0.8, "neumann_steps": 4, "momentum_weight": 1.0}
+    exact = run(of, fb.algorithms.LocalBSGM(**options, truncation="sum")).state.u["x"]
+    method = fb.algorithms.LocalBSGM(**options)
+    fed = fb.SimulatedFederation(of.problem, of.clients, method)
+    start = method.init(of.problem)
+    found = torch.stack([method.iterate(start, fed).u["x"] for _ in range(25)])
+    error = found.std(0) / 25**0.5
+    assert ((found.mean(0) - exact).abs() < 4.5 * error + 1e-7).all()
+    assert (error > 1e-6).all()
+    assert (error < 0.1 * exact.norm()).all()

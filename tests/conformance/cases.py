@@ -24,16 +24,19 @@ Cost = Callable[[Sequence[int], int, int], tuple[int, int, int, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """`settings` converge on the quadratic; `centralised` is the update with one client, typed out by hand.
+    """What is known of one method beforehand.
 
-    `cost` gives (rounds, bytes_down, bytes_up, gradients) of one iteration, from the cohort's steps and the bytes of x
-    and of y. `goal` is the closed form of where a method goes that does not go to the true solution; `tolerance` is how
-    close it must come, relative to the hypergradient at the start: a randomised estimator is noisy.
+    settings: converge on the quadratic. centralised: the update with one client, typed out by hand. cost: (rounds,
+    bytes_down, bytes_up, gradients) of one iteration, from the cohort's steps and the bytes of x and of y; None where
+    it is drawn, and tested by itself. once: what the first iteration costs more, for 4 clients, 3 numbers in x and 2 in y.
+    tolerance: how close a run of so many rounds comes, relative to the hypergradient at the start (a randomised
+    estimator is noisy). goal: where a method goes that does not go to the true solution, in closed form.
     """
 
     settings: dict[str, Any]
     centralised: Centralised
-    cost: Cost
+    cost: Cost | None
+    once: tuple[int, int, int, int] = (0, 0, 0, 0)
     rounds: int = 400
     tolerance: float = 1e-6
     goal: Callable[[Any, dict[str, Any]], Tensor] | None = None
@@ -215,8 +218,60 @@ def lfednest_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, 
     return T + 1, n * (T + 1) * (x + y), n * (T * y + x), T * tau + tau * (1 + 2 * N + 3)
 
 
-def aggitd_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
-    raise AssertionError("the cost of AggITD depends on Q: see test_aggitd_costs_2n_plus_3_rounds")
+def fedmbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """One chain; every choice of a client draws, though there is one client to choose."""
+    A, B, _, _, t, D = m
+    lam, N = h["neumann_lr"], h["neumann_steps"]
+    x, y = torch.zeros_like(t), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        y = lower_round(m, h, x, y, h["inner_rounds"])
+        length, _ = draw(N), draw(1)
+        r = lam * N * upper_gradient_y(m, x, y)
+        for _ in range(length):
+            r, _ = r - lam * A @ r, draw(1)
+        draw(1)
+        x = x - h["lr_x"] * (x - t + D.T @ y + B.T @ r)
+    return x, y
+
+
+def localbsg(storm: bool) -> Centralised:
+    def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+        A, B, c, _, t, D = m
+        w = h["momentum_weight"]
+
+        def gradients(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            p = neumann(A, upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"] - 1)
+            return x - t + D.T @ y + B.T @ p, A @ y - B @ x - c
+
+        x, y = torch.zeros_like(t), torch.zeros_like(c)
+        u, v = gradients(x, y)
+        for _ in range(steps * iterations):
+            old = gradients(x, y)
+            if storm:
+                x, y = x - h["lr_x"] * u, y - h["lr_y"] * v
+                new = gradients(x, y)
+                u, v = new[0] + (1 - w) * (u - old[0]), new[1] + (1 - w) * (v - old[1])
+            else:
+                u, v = (1 - w) * u + w * old[0], (1 - w) * v + w * old[1]
+                x, y = x - h["lr_x"] * u, y - h["lr_y"] * v
+        return x, y
+
+    return run
+
+
+def localbsg_cost(evaluations: int) -> Cost:
+    """J = 5: an evaluation is grad_y f, 4 products, grad_x f, a cross-product and grad_y g."""
+
+    def cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+        sent = len(steps) * 2 * (x + y)
+        return 1, sent, sent, evaluations * (1 + 2 * 4 + 1 + 2 + 1) * sum(steps)
+
+    return cost
+
+
+def fewer_terms(task: Any, h: dict[str, Any]) -> Tensor:
+    """J terms are J - 1 products."""
+    return mean_of_local_hypergradients(task, h | {"neumann_steps": h["neumann_steps"] - 1})
 
 
 _SINGLE_LOOP = {
@@ -240,6 +295,16 @@ _ADAPTIVE = _SINGLE_LOOP | {
 _DOUBLE_LOOP = {"lr_y": 0.5, "neumann_lr": 1.0, "lower_steps": None, "upper_steps": None}
 _NESTED = {"lr_x": 0.2, "inner_rounds": 2, "neumann_steps": 25, **_DOUBLE_LOOP}
 _AGGITD = {"lr_x": fb.schedules.Power(0.1, 1.0, 20.0), "inner_rounds": 4, **_DOUBLE_LOOP}
+_FEDMBO = {
+    "lr_x": fb.schedules.Power(0.1, 1.0, 30.0),
+    "lr_y": 0.5,
+    "neumann_lr": 1.0,
+    "neumann_steps": 8,
+    "inner_rounds": 3,
+}
+_NEUMANN = {"neumann_lr": 1.0, "neumann_steps": 5, "truncation": "sum"}
+_LOCALBSG = {"lr_x": 0.1, "lr_y": 0.5, "momentum_weight": 0.7, **_NEUMANN}
+_BEGIN = (1, 4 * (24 + 16), 4 * (24 + 16), 4 * 13)
 
 CASES = {
     "simfbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
@@ -258,5 +323,8 @@ CASES = {
         cost=lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), sum(steps)),
         goal=lambda task, h: task.problem.x["x"],  # x is not trained, y goes to y*(x)
     ),
-    "aggitd": Case(_AGGITD, aggitd, aggitd_cost, rounds=11 * 150, tolerance=0.1),
+    "aggitd": Case(_AGGITD, aggitd, cost=None, rounds=11 * 150, tolerance=0.1),
+    "fedmbo": Case(_FEDMBO, fedmbo, cost=None, rounds=1500, tolerance=0.15),
+    "localbsgm": Case(_LOCALBSG, localbsg(storm=False), localbsg_cost(1), _BEGIN, rounds=200, goal=fewer_terms),
+    "localbsgvr": Case(_LOCALBSG, localbsg(storm=True), localbsg_cost(2), _BEGIN, rounds=200, goal=fewer_terms),
 }

@@ -76,10 +76,10 @@ def test_converges_to_what_it_solves(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if fb.algorithms.get(name).solves == "local"])
 def test_local_methods_are_unbiased_on_identical_clients(name: str) -> None:
-    task = fb.tasks.load("quadratic", clients=3, condition=3.0, heterogeneity=0.0, seed=3)
-    method = build(name, neumann_steps=30)
+    task = fb.tasks.load("quadratic", clients=3, condition=1.5, heterogeneity=0.0, seed=3)
+    method = build(name, neumann_steps=12)  # the Neumann sum ends at (1/3)^12 = 2e-6
     result = fb.solve(task.problem, task.clients, method, rounds=case(name).rounds, evaluate=task.evaluate, every=10**6)
-    assert result.history[-1]["hypergradient_norm"] < 1e-6 * result.history[0]["hypergradient_norm"]
+    assert result.history[-1]["hypergradient_norm"] < 1e-5 * result.history[0]["hypergradient_norm"]
 
 
 class Still(SimFBO):
@@ -166,16 +166,22 @@ def test_one_client_is_the_centralised_method(name: str, changes: dict[str, Any]
     torch.testing.assert_close(run.state.y["y"], y, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "aggitd"])
+def test_only_randomised_methods_have_no_closed_form_of_their_cost() -> None:
+    assert {name for name in NAMES if case(name).cost is None} == {
+        "aggitd",
+        "fedmbo",
+    }  # tests/test_nested.py has theirs
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if case(name).cost])
 def test_ledger_is_the_closed_form(name: str) -> None:
     task = fb.tasks.load("quadratic", clients=4, dim_x=3, dim_y=2)
     steps = [1, 4, 2, 3]
     run = iterate(task, build(name), 3, environment={"local_steps": steps})
     totals = run.fed.ledger.totals()
-    rounds, down, up, gradients = case(name).cost(steps, 8 * 3, 8 * 2)
-    assert totals["rounds"] == 3 * rounds
-    assert (totals["bytes_down"], totals["bytes_up"]) == (3 * down, 3 * up)
-    assert totals["gradients"] == 3 * gradients
+    each, once = case(name).cost(steps, 8 * 3, 8 * 2), case(name).once  # type: ignore[misc]
+    expected = tuple(3 * a + b for a, b in zip(each, once, strict=True))
+    assert (totals["rounds"], totals["bytes_down"], totals["bytes_up"], totals["gradients"]) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -38,7 +38,9 @@ from fedbilevel.algorithms.aggitd import AggITD  # noqa: E402
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO  # noqa: E402  (they register themselves)
 from fedbilevel.algorithms.fedavg import FedAvg  # noqa: E402
 from fedbilevel.algorithms.fedbio import FedBiO  # noqa: E402
+from fedbilevel.algorithms.fedmbo import FedMBO  # noqa: E402
 from fedbilevel.algorithms.fednest import FedNest, LFedNest  # noqa: E402
+from fedbilevel.algorithms.localbsg import LocalBSGM, LocalBSGVR  # noqa: E402
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
 
 __all__ = [
@@ -48,8 +50,11 @@ __all__ = [
     "Algorithm",
     "FedAvg",
     "FedBiO",
+    "FedMBO",
     "FedNest",
     "LFedNest",
+    "LocalBSGM",
+    "LocalBSGVR",
     "Message",
     "Phase",
     "ShroFBO",

@@ -11,6 +11,7 @@ from fedbilevel import checks
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase, Steps
 from fedbilevel.problem import Batch
+from fedbilevel.rng import fold_in, integers
 from fedbilevel.tree import Tree
 
 
@@ -168,3 +169,22 @@ def check_steps(name: str, setting: int | str | None) -> None:
             )
     elif setting is not None:
         checks.integer(name, setting, least=1)
+
+
+def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) -> tuple[Tree, Tree]:
+    """A client's own hypergradient and lower gradient: grad_x f_i - d2xy g_i p_i and grad_y g_i.
+
+    p_i estimates [d2yy g_i]^-1 grad_y f_i by J = len(batches) terms: their sum, or lambda J times a product of J'
+    random factors, J' uniform on {0 .. J-1}, each factor on its own batch. J' comes from the first batch's key,
+    so that two evaluations on the same batches share it.
+    """
+    batch, lam, J = batches[0], h.neumann_lr, len(batches)
+    v = oracle.upper_gradient_y(x, y, batch)
+    if h.truncation == "sum":
+        p = local_neumann(oracle, x, y, v, batch, J - 1, lam)
+    else:
+        length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lam * J * v
+        for k, fresh in enumerate(batches[1:], start=1):
+            p = p - (k <= length) * (lam * oracle.hessian_product(x, y, p, fresh))
+    d_x = oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
+    return d_x, oracle.lower_gradient_y(x, y, batch)

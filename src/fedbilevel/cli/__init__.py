@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,7 +60,6 @@ def run(
         bool, typer.Option("--tensorboard", help="Log to the run's folder for TensorBoard.")
     ] = False,
     mlflow: Annotated[bool, typer.Option("--mlflow", help="Log to MLflow's tracking store.")] = False,
-    watch_stdin: Annotated[bool, typer.Option("--watch-stdin", hidden=True)] = False,
 ) -> None:
     """Run one experiment with one method; the folder holds its config, metrics, checkpoint and summary."""
     from fedbilevel.cli.progress import Progress
@@ -70,8 +68,6 @@ def run(
     from fedbilevel.runs.record import Recorder
     from fedbilevel.runs.runner import prepare
 
-    if watch_stdin:
-        threading.Thread(target=_die_with_parent, daemon=True).start()
     if quiet or json_:
         logging.getLogger("fedbilevel").setLevel(logging.ERROR)
     place, table = configs.read(experiment)
@@ -115,13 +111,6 @@ def _fresh(folder: Path) -> Path:
     return next(free for free in numbers if not free.exists())
 
 
-def _die_with_parent() -> None:
-    """A member of a comparison ends when its parent does, however that ended."""
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
 @app.command(epilog="Example: fedbilevel compare digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits")
 def compare(
     experiment: Name,
@@ -151,7 +140,7 @@ def compare(
     overrides = _overrides(task=task, data=data, rounds=rounds, device=device)
     first = configs.resolve(place, table, algorithm=names[0], settings=set_, overrides=overrides, smoke=smoke)
     jobs = jobs or os.cpu_count() or 1
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = table.get("runtime", {}).get("threads") or max(1, (os.cpu_count() or 1) // jobs)
     members = {}
     overrides["runtime.threads"] = threads
     for name in names:

@@ -26,6 +26,22 @@ from fedbilevel.runs.record import check_same, replace, without_none
 
 POLL = 0.2  # seconds
 
+# A member ends when its comparison does, however that ended: its standard input is then closed. It looks from its first
+# moment on, because importing torch takes longer than an impatient reader waits before starting again.
+MEMBER = """
+import os, threading
+
+def watch():
+    os.read(0, 1)
+    os._exit(1)
+
+threading.Thread(target=watch, daemon=True).start()
+
+from fedbilevel.cli import main
+
+main()
+"""
+
 
 class Comparison:
     """The members of a comparison, by their folders below `folder`."""
@@ -82,16 +98,15 @@ class Comparison:
         (path / folders.SUMMARY).unlink(missing_ok=True)  # of a run whose budget was raised
         config = path / folders.CONFIG
         replace(config, tomli_w.dumps(without_none(self.members[name].table)))
-        command = [sys.executable, "-m", "fedbilevel.cli", "run", str(config), "--out", str(path)]
-        command += ["--resume", "--quiet", "--watch-stdin"]
+        command = [sys.executable, "-c", MEMBER, "run", str(config), "--out", str(path), "--resume", "--quiet"]
         if self.data_dir:
             command += ["--data-dir", str(self.data_dir)]
         with (path / "error.log").open("wb") as errors:
             self.running[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors)
 
     def _end(self, name: str, process: subprocess.Popen[bytes]) -> str:
-        log = self.folder / name / "error.log"
-        said = log.read_text("utf-8", errors="replace").strip()
+        process.communicate()  # closes its pipe
+        said = (self.folder / name / "error.log").read_text("utf-8", errors="replace").strip()
         if process.returncode in (0, 3, 130):
             return self._status(name)
         return f"failed: {said.splitlines()[-1] if said else f'exit code {process.returncode}'}"

@@ -1,0 +1,164 @@
+"""LocalBSGM and LocalBSGVR: momentum on local hypergradients, averaged now and then.
+
+Gao, "On the Convergence of Momentum-Based Algorithms for Federated Bilevel Optimization Problems", 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from fedbilevel import checks
+from fedbilevel.algorithms import register
+from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.rounds import local_hypergradient
+from fedbilevel.federation.base import Federation
+from fedbilevel.oracle import Oracle
+from fedbilevel.phase import Message, Phase
+from fedbilevel.problem import Problem
+from fedbilevel.schedules import Step
+from fedbilevel.tree import Tree, zeros_like
+
+
+class State(NamedTuple):
+    """x, y and their momenta u, v; `begun` once the momenta hold a gradient."""
+
+    x: Tree
+    y: Tree
+    u: Tree
+    v: Tree
+    begun: bool = False
+
+
+class Point(NamedTuple):
+    x: Tree
+    y: Tree
+    u: Tree
+    v: Tree
+
+
+class Local(NamedTuple):
+    here: Point
+    start: Point
+
+
+class Begin(Phase):
+    """The first momenta: local hypergradient and lower gradient at the start, on every sample."""
+
+    full = True
+    reply: ClassVar = {"u": "x", "v": "y"}
+
+    @property
+    def draws(self) -> int:
+        return int(self.settings.neumann_steps)
+
+    def start(self, m: Message) -> Any:
+        return m.x, m.y
+
+    def step(self, at: Any, oracle: Oracle, batch: Any) -> Any:
+        x, y = at
+        return local_hypergradient(oracle, x, y, batch, self.settings)
+
+    def finish(self, d: Any) -> dict[str, Any]:
+        return dict(zip(("u", "v"), d, strict=True))
+
+
+class Descend(Phase):
+    """tau_i steps: u <- (1 - w) u + w d_x, v <- (1 - w) v + w d_y, then x <- x - lr_x u, y <- y - lr_y v."""
+
+    steps = "local"
+    reply: ClassVar = {"dx": "x", "dy": "y", "du": "x", "dv": "y"}
+
+    @property
+    def draws(self) -> int:
+        return int(self.settings.neumann_steps)
+
+    def start(self, m: Message) -> Local:
+        sent = Point(m.x, m.y, m.u, m.v)
+        return Local(sent, sent)
+
+    def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
+        h, (x, y, u, v) = self.settings, c.here
+        w = h.momentum_weight
+        d_x, d_y = local_hypergradient(oracle, x, y, batch, h)
+        u, v = (1 - w) * u + w * d_x, (1 - w) * v + w * d_y
+        return c._replace(here=Point(oracle.project_x(x - h.lr_x * u), y - h.lr_y * v, u, v))
+
+    def finish(self, c: Local) -> dict[str, Any]:
+        return {f"d{name}": here - start for name, here, start in zip("xyuv", c.here, c.start, strict=True)}
+
+
+@register("localbsgm")
+@dataclass(frozen=True, kw_only=True)
+class LocalBSGM(Algorithm):
+    """LocalBSGM, one round for tau_i local steps.
+
+    Every client, w = `momentum_weight`, lambda = `neumann_lr`, J = `neumann_steps`:
+
+        u <- (1 - w) u + w (grad_x f_i - d2xy g_i p_i),   v <- (1 - w) v + w grad_y g_i,
+        x <- x - lr_x u,   y <- y - lr_y v,
+
+    with p_i = lambda J prod_{k <= J'} (I - lambda d2yy g_i) grad_y f_i, J' uniform on {0 .. J-1}, a fresh batch a
+    factor (`truncation="random"`), or its expectation, the sum of J terms (`truncation="sum"`). Then x, y, u, v are
+    averaged. Hypergradients are local: on heterogeneous clients it solves another problem (the paper assumes that they
+    are alike).
+
+    Departures from print (recalled, not read: the paper was not at hand): the products of step sizes and constants are
+    one number each; momenta begin at the mean full-batch gradients, which takes one more round; with partial
+    participation the server keeps the averages and adds mean displacements.
+    """
+
+    solves = "local"
+    phases: ClassVar = {"begin": Begin, "descend": Descend}
+
+    lr_x: Step = 0.02
+    lr_y: Step = 0.05
+    momentum_weight: float = 0.25
+    neumann_lr: float = 0.1
+    neumann_steps: int = 5
+    truncation: Literal["random", "sum"] = "random"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.fraction("momentum_weight", self.momentum_weight)
+        checks.positive("neumann_lr", self.neumann_lr)
+        checks.integer("neumann_steps", self.neumann_steps, least=2)
+        checks.one_of("truncation", self.truncation, ("random", "sum"))
+
+    def init(self, problem: Problem) -> State:
+        x, y = problem.start
+        return State(x, y, zeros_like(x), zeros_like(y))
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        S = fed.sample()
+        if not s.begun:
+            r = fed.ask("begin", S, x=s.x, y=s.y)
+            s = s._replace(u=r.mean("u"), v=r.mean("v"), begun=True)
+        r = fed.ask("descend", S, x=s.x, y=s.y, u=s.u, v=s.v)
+        x, y = fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy")
+        return State(x, y, s.u + r.mean("du"), s.v + r.mean("dv"), begun=True)
+
+
+class DescendStorm(Descend):
+    """tau_i steps: x <- x - lr_x u, y <- y - lr_y v, then u <- d_x(new) + (1 - w) (u - d_x(old)), v alike."""
+
+    def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
+        h, (x, y, u, v) = self.settings, c.here
+        w, old = h.momentum_weight, local_hypergradient(oracle, x, y, batch, h)
+        x, y = oracle.project_x(x - h.lr_x * u), y - h.lr_y * v
+        new = local_hypergradient(oracle, x, y, batch, h)
+        u, v = (n + (1 - w) * (m - o) for n, m, o in zip(new, (u, v), old, strict=True))
+        return c._replace(here=Point(x, y, u, v))
+
+
+@register("localbsgvr")
+@dataclass(frozen=True, kw_only=True)
+class LocalBSGVR(LocalBSGM):
+    """LocalBSGVR: LocalBSGM with variance-reduced momenta.
+
+        x <- x - lr_x u,   y <- y - lr_y v,   u <- d_x(new; B) + (1 - w) (u - d_x(old; B)),   v alike with d_y,
+
+    both evaluations on the same batches B and with the same random truncation. Departures as in `LocalBSGM`.
+    """
+
+    phases: ClassVar = {"begin": Begin, "descend": DescendStorm}
