@@ -49,3 +49,10 @@ def test_the_readme_lists_every_algorithm() -> None:
 def test_contributing_adds_an_algorithm_in_forty_lines() -> None:
     (snippet,) = snippets(ROOT / "CONTRIBUTING.md")
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 40
+
+
+def test_the_errata_name_tests_that_exist() -> None:
+    defined = "\n".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("*.py"))
+    named = set(re.findall(r"`(test_\w+)", (ROOT / "docs" / "errata.md").read_text("utf-8")))
+    assert named
+    assert [name for name in named if f"def {name}(" not in defined] == []

@@ -28,7 +28,7 @@ class Case:
 
     settings: converge on the quadratic. centralised: the update with one client, typed out by hand. cost: (rounds,
     bytes_down, bytes_up, gradients) of one iteration, from the cohort's steps and the bytes of x and of y; None where
-    it is drawn, and tested by itself. once: what the first iteration costs more, for 4 clients, 3 numbers in x and 2 in y.
+    it is drawn, and tested by itself. once: what the first iteration costs more (4 clients, 3 numbers in x, 2 in y).
     tolerance: how close a run of so many rounds comes, relative to the hypergradient at the start (a randomised
     estimator is noisy). goal: where a method goes that does not go to the true solution, in closed form.
     """
