@@ -234,22 +234,23 @@ def fedmbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
+def local_gradients(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The local hypergradient with J terms, and the lower gradient."""
+    A, B, c, _, t, D = m
+    p = neumann(A, upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"] - 1)
+    return x - t + D.T @ y + B.T @ p, A @ y - B @ x - c
+
+
 def localbsg(storm: bool) -> Centralised:
     def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
-        A, B, c, _, t, D = m
         w = h["momentum_weight"]
-
-        def gradients(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            p = neumann(A, upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"] - 1)
-            return x - t + D.T @ y + B.T @ p, A @ y - B @ x - c
-
-        x, y = torch.zeros_like(t), torch.zeros_like(c)
-        u, v = gradients(x, y)
+        x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+        u, v = local_gradients(m, h, x, y)
         for _ in range(steps * iterations):
-            old = gradients(x, y)
+            old = local_gradients(m, h, x, y)
             if storm:
                 x, y = x - h["lr_x"] * u, y - h["lr_y"] * v
-                new = gradients(x, y)
+                new = local_gradients(m, h, x, y)
                 u, v = new[0] + (1 - w) * (u - old[0]), new[1] + (1 - w) * (v - old[1])
             else:
                 u, v = (1 - w) * u + w * old[0], (1 - w) * v + w * old[1]
@@ -257,6 +258,27 @@ def localbsg(storm: bool) -> Centralised:
         return x, y
 
     return run
+
+
+def adafbio(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    w, decay, floor = h["momentum_weight"], h["norm_decay"], h["norm_floor"]
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    u, v = local_gradients(m, h, x, y)
+    a, b = torch.zeros_like(x), 0.0
+    for _ in range(iterations):
+        a, b = decay * a + (1 - decay) * u * u, decay * b + (1 - decay) * float(v.norm())
+        for _ in range(steps):
+            old = local_gradients(m, h, x, y)
+            x, y = x - h["lr_x"] * u / (a.sqrt() + floor), y - h["lr_y"] * v / (b + floor)
+            new = local_gradients(m, h, x, y)
+            u, v = new[0] + (1 - w) * (u - old[0]), new[1] + (1 - w) * (v - old[1])
+    return x, y
+
+
+def adafbio_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+    """As LocalBSGVR, with a vector and a number more on the way down."""
+    rounds, down, up, gradients = localbsg_cost(2)(steps, x, y)
+    return rounds, down + len(steps) * (x + 8), up, gradients
 
 
 def localbsg_cost(evaluations: int) -> Cost:
@@ -304,6 +326,7 @@ _FEDMBO = {
 }
 _NEUMANN = {"neumann_lr": 1.0, "neumann_steps": 5, "truncation": "sum"}
 _LOCALBSG = {"lr_x": 0.1, "lr_y": 0.5, "momentum_weight": 0.7, **_NEUMANN}
+_ADAFBIO = _LOCALBSG | {"norm_decay": 0.6, "norm_floor": 1.0}
 _BEGIN = (1, 4 * (24 + 16), 4 * (24 + 16), 4 * 13)
 
 CASES = {
@@ -325,6 +348,7 @@ CASES = {
     ),
     "aggitd": Case(_AGGITD, aggitd, cost=None, rounds=11 * 150, tolerance=0.1),
     "fedmbo": Case(_FEDMBO, fedmbo, cost=None, rounds=1500, tolerance=0.15),
+    "adafbio": Case(_ADAFBIO, adafbio, adafbio_cost, _BEGIN, rounds=200, goal=fewer_terms),
     "localbsgm": Case(_LOCALBSG, localbsg(storm=False), localbsg_cost(1), _BEGIN, rounds=200, goal=fewer_terms),
     "localbsgvr": Case(_LOCALBSG, localbsg(storm=True), localbsg_cost(2), _BEGIN, rounds=200, goal=fewer_terms),
 }

@@ -34,6 +34,7 @@ def get(name: str) -> type[Algorithm]:
     return _registry[checks.one_of("algorithm", name, _registry)]
 
 
+from fedbilevel.algorithms.adafbio import AdaFBiO  # noqa: E402
 from fedbilevel.algorithms.aggitd import AggITD  # noqa: E402
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO  # noqa: E402  (they register themselves)
 from fedbilevel.algorithms.fedavg import FedAvg  # noqa: E402
@@ -46,6 +47,7 @@ from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
 __all__ = [
     "ASFBO",
     "LAASFBO",
+    "AdaFBiO",
     "AggITD",
     "Algorithm",
     "FedAvg",

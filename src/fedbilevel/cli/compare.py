@@ -67,9 +67,9 @@ class Comparison:
     def run(self, quiet: bool, as_json: bool) -> int:
         """Run what is not finished, then rank, print and write the report; the exit code."""
         console = Console(stderr=True)
-        live = Live(self._table(), console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
         waiting = [name for name in self.members if not self._finished(name)]
         self.ended = {name: self._status(name) for name in self.members if name not in waiting}
+        live = Live(self._table(), console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
         interrupted = False
         with live or nullcontext():
             while waiting or self.running:

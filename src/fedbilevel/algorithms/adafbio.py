@@ -1,0 +1,136 @@
+"""AdaFBiO: variance-reduced local hypergradients with adaptive matrices that stay frozen between averages.
+
+F. Huang, "Fast Adaptive Federated Bilevel Optimization", 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel import checks
+from fedbilevel.algorithms import register
+from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.localbsg import Begin
+from fedbilevel.algorithms.rounds import local_hypergradient
+from fedbilevel.federation.base import Federation
+from fedbilevel.oracle import Oracle
+from fedbilevel.phase import Message, Phase
+from fedbilevel.problem import Problem
+from fedbilevel.schedules import Step
+from fedbilevel.tree import Tree, norm, zeros_like
+
+
+class State(NamedTuple):
+    """x, y, their momenta u, v, and the running squares a of u and norm b of v; `begun` once u, v hold a gradient."""
+
+    x: Tree
+    y: Tree
+    u: Tree
+    v: Tree
+    a: Tree
+    b: float = 0.0
+    begun: bool = False
+
+
+class Point(NamedTuple):
+    x: Tree
+    y: Tree
+    u: Tree
+    v: Tree
+
+
+class Local(NamedTuple):
+    here: Point
+    start: Point
+    a: Tree
+    b: Tensor
+
+
+class Descend(Phase):
+    """tau_i steps along A^-1 u and B^-1 v, each followed by STORM's renewal of u and v on one batch."""
+
+    steps = "local"
+    reply: ClassVar = {"dx": "x", "dy": "y", "du": "x", "dv": "y"}
+
+    settings: AdaFBiO
+
+    @property
+    def draws(self) -> int:
+        return self.settings.neumann_steps
+
+    def start(self, m: Message) -> Local:
+        sent = Point(m.x, m.y, m.u, m.v)
+        return Local(sent, sent, m.a, m.b)
+
+    def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
+        h, (x, y, u, v) = self.settings, c.here
+        w, old = h.momentum_weight, local_hypergradient(oracle, x, y, batch, h)
+        x = oracle.project_x(x - h.lr_x * u.map(lambda ui, ai: ui / (ai.sqrt() + h.norm_floor), c.a))
+        y = y - h.lr_y * (v / (c.b + h.norm_floor))
+        new = local_hypergradient(oracle, x, y, batch, h)
+        u, v = (n + (1 - w) * (m - o) for n, m, o in zip(new, (u, v), old, strict=True))
+        return c._replace(here=Point(x, y, u, v))
+
+    def finish(self, c: Local) -> dict[str, Any]:
+        return {f"d{name}": here - start for name, here, start in zip("xyuv", c.here, c.start, strict=True)}
+
+
+@register("adafbio")
+@dataclass(frozen=True, kw_only=True)
+class AdaFBiO(Algorithm):
+    """AdaFBiO, one round for tau_i local steps.
+
+    Server, before each round:   a <- varrho a + (1 - varrho) u * u,   b <- varrho b + (1 - varrho) ||v||,
+    A = diag(sqrt(a) + floor),   B = b + floor;   varrho = `norm_decay`, floor = `norm_floor`. Every client, tau_i
+    times:
+
+        x <- x - lr_x A^-1 u,   y <- y - lr_y B^-1 v,   u <- d_x(new) + (1 - w) (u - d_x(old)),   v alike with d_y,
+
+    d_x = grad_x f_i - d2xy g_i p_i with the client's own Neumann estimate p_i (see `LocalBSGM`), d_y = grad_y g_i, both
+    evaluations on the same batches. Then x, y, u, v are averaged. A and B are the same for all clients until the next
+    average, or the average would mean nothing. Hypergradients are local: biased on heterogeneous clients.
+
+    Departures from print (recalled, not read: the paper was not at hand): the paper's decreasing eta_t is a schedule of
+    lr_x and lr_y; b is of norms, not of coordinates; momenta begin at the mean full-batch gradients, in one more round.
+    """
+
+    solves = "local"
+    phases: ClassVar = {"begin": Begin, "descend": Descend}
+
+    lr_x: Step = 0.01
+    lr_y: Step = 0.02
+    momentum_weight: float = 0.25
+    norm_decay: float = 0.9
+    norm_floor: float = 0.01
+    neumann_lr: float = 0.1
+    neumann_steps: int = 5
+    truncation: Literal["random", "sum"] = "random"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.fraction("momentum_weight", self.momentum_weight)
+        if not 0 <= checks.number("norm_decay", self.norm_decay) < 1:
+            raise ValueError(f"norm_decay is {self.norm_decay}; it must be in [0, 1)")
+        checks.positive("norm_floor", self.norm_floor)
+        checks.positive("neumann_lr", self.neumann_lr)
+        checks.integer("neumann_steps", self.neumann_steps, least=2)
+        checks.one_of("truncation", self.truncation, ("random", "sum"))
+
+    def init(self, problem: Problem) -> State:
+        x, y = problem.start
+        return State(x, y, zeros_like(x), zeros_like(y), zeros_like(x))
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        S, varrho = fed.sample(), self.norm_decay
+        if not s.begun:
+            r = fed.ask("begin", S, x=s.x, y=s.y)
+            s = s._replace(u=r.mean("u"), v=r.mean("v"), begun=True)
+        a = varrho * s.a + (1 - varrho) * s.u.map(torch.square)
+        b = varrho * s.b + (1 - varrho) * float(norm(s.v))
+        r = fed.ask("descend", S, x=s.x, y=s.y, u=s.u, v=s.v, a=a, b=torch.tensor(b, dtype=torch.float64))
+        x, y = fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy")
+        return State(x, y, s.u + r.mean("du"), s.v + r.mean("dv"), a, b, begun=True)
