@@ -22,7 +22,7 @@ from fedbilevel import report
 from fedbilevel.cli.progress import describe
 from fedbilevel.runs import folder as folders
 from fedbilevel.runs.config import Config
-from fedbilevel.runs.record import check_same, replace, without_none
+from fedbilevel.runs.record import check_same, holds_run, replace, without_none
 
 POLL = 0.2  # seconds
 
@@ -49,11 +49,7 @@ class Comparison:
     def __init__(
         self, folder: Path, members: Mapping[str, Config], data_dir: Path | None, resume: bool, jobs: int
     ) -> None:
-        taken = [
-            name
-            for name in members
-            if (folder / name / "checkpoint").exists() or (folder / name / folders.SUMMARY).exists()
-        ]
+        taken = [name for name in members if holds_run(folder / name)]
         if taken and not resume:
             raise FileExistsError(
                 f"{folder} holds a comparison already; go on with --resume or give another folder with --out"
@@ -122,7 +118,7 @@ class Comparison:
         return folders.read(path).status if (path / folders.METRICS).exists() else "waiting"
 
     def _table(self) -> Table:
-        table = Table("run", "status", "round", "metrics", title=str(self.folder))
+        table = Table("run", "status", "round", "metrics", title=escape(str(self.folder)))
         for name, config in self.members.items():
             last = self._last(name)
             status = self.ended.get(name, "running" if name in self.running else "waiting")

@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from fedbilevel.report.curves import AXES, LIGHT, METRICS, curve, drawable, group, logarithmic, look
 from fedbilevel.runs.folder import RunFolder
@@ -68,6 +69,11 @@ def figure(runs: Sequence[RunFolder], path: Path) -> None:
             plot.margins(x=0)
             if logarithmic(curves.values()):
                 plot.set_yscale("log")
+                low, high = plot.get_ylim()
+                if high / low < 1e3:  # few powers of ten: label 1, 2 and 5 of each, as plain numbers
+                    plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                    plot.yaxis.set_major_formatter("{x:g}")
+                    plot.yaxis.set_minor_formatter(NullFormatter())
         wide = ceil(len(groups) / ceil(len(groups) / 5))  # rows of five entries at most, evenly filled
         canvas.legend(loc="outside upper center", ncols=wide, frameon=False, handlelength=2.4)
         # No date inside: the same runs give the same file.

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fedbilevel import checks
+from fedbilevel.hypergradient import hypergradient
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, normal, root, uniform
 from fedbilevel.tasks import Task
-from fedbilevel.tree import Tree
+from fedbilevel.tree import Tree, norm
 
 Weights = str | Sequence[float]
 
@@ -121,5 +122,4 @@ def quadratic(
     problem = Problem(
         upper=upper, lower=lower, x={"x": torch.zeros(dim_x, dtype=kind)}, y={"y": torch.zeros(dim_y, dtype=kind)}
     )
-    task = Quadratic(problem, built)
-    return Quadratic(problem, built, lambda x, y: {"hypergradient_norm": float(task.gradient(x)["x"].norm())})
+    return Quadratic(problem, built, lambda x, y: {"hypergradient_norm": float(norm(hypergradient(problem, built, x)))})
