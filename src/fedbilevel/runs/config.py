@@ -1,0 +1,446 @@
+"""Experiments: TOML files that say what to run, checked key by key; resolved, one says exactly one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_type_hints
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+
+from fedbilevel import algorithms, schedules, tasks
+from fedbilevel.algorithms import Algorithm
+from fedbilevel.environment import Environment
+
+Table = dict[str, Any]
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SCHEDULES = {"power": schedules.Power, "cosine": schedules.Cosine}
+NAMED = ("task", "data", "algorithm")  # tables for which their name alone may stand
+SMOKE: dict[str, Table] = {  # what makes a task small, by its name
+    "hyper-representation": {"data": "digits", "clients": 2, "samples": 32, "model": "mlp"},
+    "quadratic": {"clients": 2},
+}
+
+
+class ConfigError(ValueError):
+    """What is wrong with an experiment, in one sentence."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Every(Strict):
+    """Evaluate when so much was spent; a number alone counts rounds."""
+
+    rounds: Annotated[int, Field(ge=1)] | None = None
+    bytes: Amount | None = None
+    samples: Amount | None = None
+    gradients: Amount | None = None
+    virtual_s: Amount | None = None
+    wall_s: Amount | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return value if isinstance(value, dict) else {"rounds": value}
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise ValueError(f"it must have exactly one of {', '.join(type(self).model_fields)}")
+        return self
+
+
+class Stop(Strict):
+    """Further ends of a run: a budget of something else than rounds, or a test accuracy."""
+
+    bytes: Amount | None = None
+    samples: Amount | None = None
+    gradients: Amount | None = None
+    virtual_s: Amount | None = None
+    wall_s: Amount | None = None
+    test_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class Runtime(Strict):
+    """How a simulation runs; recorded because another choice rounds differently."""
+
+    mode: Literal["stack", "loop"] = "stack"
+    memory: Annotated[int, Field(ge=1)] = 2**31
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+
+
+class Section(BaseModel):
+    """What applies when one algorithm runs: its settings, and its conditions."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    environment: Table = {}
+
+
+class Experiment(Strict):
+    """A file in `experiments/`, or a resolved config.toml. `algorithms` and `compare` serve to choose from."""
+
+    title: str = ""
+    task: Table = {}
+    data: Table = {}
+    algorithm: Table = {}
+    algorithms: dict[str, Section] = {}
+    compare: list[str] = []
+    environment: Table = {}
+    rounds: Annotated[int, Field(ge=0)] = 100
+    every: Every = Every(rounds=1)
+    stop: Stop = Stop()
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    weights: Literal["uniform", "samples"] = "uniform"
+    device: str = "cpu"
+    checkpoint_every: Annotated[int, Field(ge=1)] = 10
+    runtime: Runtime = Runtime()
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run, resolved: what it is made of, and the table that says so."""
+
+    table: Table
+    experiment: Experiment
+    algorithm: Algorithm
+    environment: Environment
+    load_task: Callable[[Path | None], tasks.Task]  # given where the data is
+
+    @property
+    def limits(self) -> dict[str, float]:
+        stop = self.experiment.stop.model_dump(exclude_none=True, exclude={"test_accuracy"})
+        return {"rounds": self.experiment.rounds, **stop}
+
+    @property
+    def every(self) -> dict[str, float]:
+        return self.experiment.every.model_dump(exclude_none=True)
+
+
+def names() -> list[str]:
+    """The experiments that come with the package."""
+    return sorted(file.name[:-5] for file in _shipped().iterdir() if file.name.endswith(".toml"))
+
+
+def read(experiment: str) -> tuple[str, Table]:
+    """The place and the table of a shipped experiment or of a TOML file."""
+    path = Path(experiment)
+    if experiment in names():
+        place, text = experiment, (_shipped() / f"{experiment}.toml").read_text("utf-8")
+    elif path.suffix == ".toml" or path.exists():
+        place, text = str(path), _text(path)
+    else:
+        hint = _suggest(experiment, names())
+        raise ConfigError(f"experiment {experiment!r} is neither a file nor one of {', '.join(names())}{hint}")
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: {error}") from None
+    _check(place, "", Experiment, _long_form(place, table))
+    return place, table
+
+
+def resolve(
+    place: str,
+    table: Table,
+    *,
+    algorithm: str | None = None,
+    settings: Iterable[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    smoke: bool = False,
+) -> Config:
+    """The one run that a table, a choice of algorithm and `key=value` settings describe; the latter win."""
+    chosen = [*(overrides or {}).items(), *map(_setting, settings)]
+    asked: Table = {}
+    for key, value in chosen:
+        _put(asked, key, value)
+    _long_form(place, asked)
+    table = _copy(table)
+    task = _name(asked, "task") or _name(table, "task")
+    name = (
+        _name(asked, "algorithm") or algorithm or _name(table, "algorithm") or [*table.get("compare", []), "simfbo"][0]
+    )
+    if _name(table, "task") not in (None, task):  # the settings of one are not those of another
+        table |= {"task": {}, "data": {}}
+    if _name(table, "algorithm") not in (None, name):
+        table["algorithm"] = {}
+    own = table.get("algorithms", {}).get(name, {})
+    table["environment"] = {**table.get("environment", {}), **own.get("environment", {})}
+    tuned = {key: value for key, value in own.items() if key != "environment"}
+    table["algorithm"] = {**table.get("algorithm", {}), **tuned, "name": name}
+    for key, value in chosen:
+        _put(table, key, value)
+    experiment = _check(place, "", Experiment, table)
+    return _build(place, _check(place, "", Experiment, _smoke(table)) if smoke else experiment)
+
+
+def _build(place: str, experiment: Experiment) -> Config:
+    """Check every table against what it configures, and fill in the defaults."""
+    name, load, full, filled = _options(place, experiment)  # first: an own task may bring its own algorithm
+    chosen = dict(experiment.algorithm)
+    method, settings = _method(place, "algorithm", chosen.pop("name"), chosen)
+    environment = _environment(place, "environment", experiment.environment)
+    for other, section in experiment.algorithms.items():
+        _method(place, f"algorithms.{other}", other, section.model_extra or {})
+        _environment(place, f"algorithms.{other}.environment", section.environment)
+    for other in experiment.compare:
+        _sentence(place, "compare: ", functools.partial(algorithms.get, other))
+    runtime = experiment.runtime.model_dump(exclude_none=True)
+    table = {
+        **experiment.model_dump(exclude_none=True, exclude={"algorithms", "compare", "data"}),
+        **filled,
+        "algorithm": {"name": method.name, **settings},
+        "environment": _environment_table(environment),
+        "runtime": {**runtime, "threads": runtime.get("threads", torch.get_num_threads())},
+    }
+    takes = inspect.signature(load).parameters
+
+    def load_task(data_dir: Path | None) -> tasks.Task:
+        given = {"seed": experiment.seed, "data_dir": data_dir}
+        arguments = {**full, **{key: value for key, value in given.items() if key in takes}}
+        task = _sentence(place, f"task {name}: ", lambda: load(**arguments))
+        if not isinstance(task, tasks.Task):
+            raise ConfigError(
+                f"{place}: task {name} made a {type(task).__name__}; it must make a fedbilevel.tasks.Task"
+            )
+        return task
+
+    return Config(table, experiment, method, environment, load_task)
+
+
+def _options(place: str, experiment: Experiment) -> tuple[str, Callable[..., tasks.Task], Table, Table]:
+    """The task's name, its function, what to call it with, and the tables that say so."""
+    options, data = dict(experiment.task), dict(experiment.data)
+    name = options.pop("name", None)
+    load = _sentence(place, "", lambda: _task(name))
+    given = {"data" if key == "name" else key: value for key, value in data.items()}
+    for key in given.keys() & options.keys():
+        raise ConfigError(f"{place}: {key} is given in [task] and in [data]; one of them is enough")
+    places = {key: f"data.{'name' if key == 'data' else key}" for key in given}
+    model = _sentence(place, f"task {name}: ", lambda: _model(load, without=("seed", "data_dir")))
+    full = _check(place, "task", model, {**given, **options}, places)
+    source = {"name": full["data"]} if "data" in full else {}
+    written = {**source, **{key: full[key] for key in given if key != "data"}}
+    task = {"name": name, **{key: value for key, value in full.items() if key not in (*given, "data")}}
+    return name, load, full, {"task": task, **({"data": written} if written else {})}
+
+
+def _method(place: str, section: str, name: str, table: Table) -> tuple[Algorithm, Table]:
+    """An algorithm, and its settings with the defaults filled in."""
+    kind = _sentence(place, f"[{section}] ", lambda: algorithms.get(name))
+    settings = _check(place, section, _model(kind), table)
+    steps = {key: _schedule(place, f"{section}.{key}", value) for key, value in settings.items()}
+    return _sentence(place, f"[{section}] ", lambda: kind(**steps)), settings
+
+
+def _task(name: Any) -> Callable[..., tasks.Task]:
+    """A task's function, by its name or as module:function."""
+    if name is None:
+        raise ValueError(f"task is missing; it must name a task ({', '.join(tasks.names())}) or be module:function")
+    if ":" not in name:
+        return tasks.get(name)
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # and it stays: what the module imports later may lie beside it
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever the module's own code raises
+        raise ValueError(f"task is {name!r}, which cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"task is {name!r}, which is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _environment(place: str, section: str, table: Table) -> Environment:
+    known = [f.name for f in dataclasses.fields(Environment)]
+    for key in table:
+        if key not in known:
+            raise ConfigError(_unknown(place, f"{section}.{key}", known))
+    steps, size = table.get("local_steps"), table.get("batch_size")
+    meant = {
+        **table,
+        **({"local_steps": _local_steps(place, f"{section}.local_steps", steps)} if "local_steps" in table else {}),
+        **({"batch_size": None} if size == "full" else {}),
+    }
+    return _sentence(place, f"[{section}] ", lambda: Environment(**meant))  # type: ignore[no-any-return]
+
+
+def _local_steps(place: str, key: str, steps: Any) -> Any:
+    """In TOML a two-entry array is a range; one entry a client is {clients = [...]}."""
+    if isinstance(steps, list) and len(steps) == 2:
+        return tuple(steps)
+    if isinstance(steps, dict) and list(steps) == ["clients"] and isinstance(steps["clients"], list):
+        return steps["clients"]
+    if isinstance(steps, (list, dict)):
+        raise ConfigError(f"{place}: {key} is {steps}; it must be a number, [low, high] or {{clients = [...]}}")
+    return steps
+
+
+def _environment_table(environment: Environment) -> Table:
+    table = dataclasses.asdict(environment)
+    if isinstance(environment.local_steps, list):
+        table["local_steps"] = {"clients": environment.local_steps}
+    return {**table, "batch_size": "full" if environment.batch_size is None else environment.batch_size}
+
+
+def _schedule(place: str, key: str, value: Any) -> Any:
+    """A table with a `schedule` is a schedule."""
+    if not isinstance(value, dict):
+        return value
+    kind = SCHEDULES.get(str(value.get("schedule")))
+    if kind is None:
+        allowed = " or ".join(map(repr, SCHEDULES))
+        raise ConfigError(f"{place}: {key} is {value}; a table must have schedule = {allowed}")
+    settings = _check(place, key, _model(kind), {k: v for k, v in value.items() if k != "schedule"})
+    return _sentence(place, f"[{key}] ", lambda: kind(**settings))
+
+
+def _model(of: Callable[..., Any], without: Iterable[str] = ()) -> type[BaseModel]:
+    """The keyword arguments of a function or of a dataclass, as a table to check."""
+    hints = get_type_hints(of.__init__ if inspect.isclass(of) else of)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(of).parameters.items():
+        if name not in without and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name] = (hints.get(name, Any), default)
+    return create_model(of.__name__, __base__=Strict, **fields)
+
+
+def _check(
+    place: str, section: str, model: type[BaseModel], table: Table, places: Mapping[str, str] | None = None
+) -> Any:
+    """A table through its model; the first thing wrong becomes one sentence. `places`: keys from other sections."""
+    try:
+        checked = model.model_validate_json(json.dumps(_copy(table), default=str))
+    except ValidationError as error:
+        worst = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # what is missing may be misspelt
+        raise ConfigError(_first(place, section, places or {}, model, worst)) from None
+    except (OverflowError, RecursionError) as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return checked if model is Experiment else {name: getattr(checked, name) for name in model.model_fields}
+
+
+def _first(place: str, section: str, places: Mapping[str, str], model: Any, error: Any) -> str:
+    *parents, last = [part for part in error["loc"] if isinstance(part, str)] or [""]
+    top = (parents or [last])[0]
+    start = places.get(top, f"{section}.{top}" if section else top)
+    path = ".".join([start, *parents[1:], last] if parents else [start])
+    if error["type"] == "extra_forbidden":
+        for parent in parents:
+            model = model.model_fields[parent].annotation
+        return _unknown(place, path, list(model.model_fields))
+    if error["type"] == "missing":
+        return f"{place}: {path} is missing"
+    text = error["msg"].removeprefix("Value error, ")
+    return f"{place}: {path} is {error['input']!r:.200}; {text[:1].lower()}{text[1:]}"
+
+
+def _unknown(place: str, path: str, known: list[str]) -> str:
+    hint = _suggest(path.split(".")[-1], known)
+    return f"{place}: unknown key {path!r}; allowed are {', '.join(known) or 'none'}{hint}"
+
+
+def _sentence(place: str, section: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"{place}: {section}{error}") from error
+    except Exception as error:  # of a task of the reader's own
+        raise ConfigError(f"{place}: {section}{type(error).__name__}: {error}") from error
+
+
+def _smoke(table: Table) -> Table:
+    """Two rounds, two clients, 32 samples, embedded data: what can be run anywhere in a second."""
+    small = SMOKE.get(_name(table, "task") or "", {})
+    conditions = {**table["environment"], "participation": 1.0, "min_replies": 1}
+    if isinstance(conditions.get("local_steps"), dict):
+        conditions["local_steps"] = 1
+    return {
+        **table,
+        "rounds": 2,
+        "every": 1,
+        "stop": {},
+        "environment": conditions,
+        "task": {**table.get("task", {}), **small},
+        "data": {k: v for k, v in table.get("data", {}).items() if ("data" if k == "name" else k) not in small},
+    }
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise ConfigError(f"--set {text!r} is not key=value")
+    try:
+        found = tomllib.loads(f"value = {value}")["value"]
+    except (ValueError, RecursionError):
+        found = value.strip()  # a bare word is a string
+    return f"{key}.name" if key in NAMED and isinstance(found, str) else key, found
+
+
+def _put(table: Table, key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        if not isinstance(table.get(parent), dict):
+            table[parent] = {}
+        table = table[parent]
+    table[last] = value
+
+
+def _long_form(place: str, table: Table) -> Table:
+    """`task = "name"` stands for a table with that name; the same for algorithm and data."""
+    for key in NAMED:
+        if isinstance(table.get(key), str):
+            table[key] = {"name": table[key]}
+        if not isinstance(_name(table, key), str | None):
+            raise ConfigError(f"{place}: {key}.name is {_name(table, key)!r}; it must be a string")
+    return table
+
+
+def _name(table: Table, key: str) -> Any:
+    found = table.get(key)
+    return found.get("name") if isinstance(found, dict) else None
+
+
+def _copy(value: Any, key: str = "") -> Any:
+    """A copy whose whole numbers are TOML's: 64 bits (Python's reader lets longer ones through)."""
+    if isinstance(value, dict):
+        return {name: _copy(item, f"{key}.{name}" if key else name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item, key) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise OverflowError(f"{key} is {value}; a whole number must fit in 64 bits")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; an experiment is a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
+        ) from None
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _shipped() -> Any:
+    return resources.files("fedbilevel") / "experiments"
