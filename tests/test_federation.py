@@ -284,3 +284,28 @@ def test_the_ledger_survives_a_round_trip() -> None:
     assert twin.sample() == fed.sample()
     assert twin.records() == fed.records() == {"residual": 0.5}
     assert twin.records() == {}
+
+
+def test_whole_number_replies_are_averaged_exactly() -> None:
+    class Counting(Probe):
+        reply: ClassVar = {"count": "scalar"}
+
+        def finish(self, carry: Any) -> dict[str, Any]:
+            return {"count": (carry[2] / 10).long()}
+
+    class Counts(Probing):
+        phases: ClassVar = {"probe": Counting}
+
+    fed = federation(sizes=[1, 2, 7], weights="samples")
+    fed.algorithm = fed.settings = Counts()
+    assert ask(fed, [0, 1, 2]).mean("count") == pytest.approx(0.1 * 0 + 0.2 * 1 + 0.7 * 2)
+
+
+def test_numbers_sent_to_each_client_keep_their_digits() -> None:
+    fed = federation()
+    (reply,) = fed.ask("probe", [0], each=[{"own": 0.1}], scale=1.0)
+    assert float(reply.values["own"]) == 0.1
+
+
+def test_fewer_clients_than_min_replies_can_be_asked() -> None:
+    assert len(ask(federation(environment={"min_replies": 2}), [1])) == 1

@@ -48,19 +48,14 @@ def same(ended: Path, whole: Path) -> None:
 
 
 def test_a_run_killed_ten_times(tmp_path: Path) -> None:
-    file, run, whole, draw = (
-        write(tmp_path / "a.toml", EXPERIMENT),
-        tmp_path / "run",
-        tmp_path / "whole",
-        random.Random(5),
-    )
+    file, run, whole = write(tmp_path / "a.toml", EXPERIMENT), tmp_path / "run", tmp_path / "whole"
     done("run", file, "--out", whole)
-    total = lines(whole)
+    total, draw = lines(whole), random.Random(5)
     # Twice while it starts, then when it has come so far, and a little later: within a round or while it saves.
     moments = [(0, draw.uniform(0, 1.5)) for _ in range(2)]
     moments += [(wanted, draw.uniform(0, 0.015)) for wanted in sorted(draw.sample(range(1, total - 8), 8))]
+    command = ["run", file, "--out", run, "--resume", "--quiet"]
     for wanted, later in moments:
-        command = ["run", file, "--out", run, "--resume", "--quiet"]
         if not wanted:
             with start(*command, cwd=tmp_path) as starting:
                 time.sleep(later)

@@ -197,3 +197,13 @@ def test_a_run_from_python_leaves_a_folder_and_goes_on(task: Any, tmp_path: Any)
     other = fb.algorithms.LAASFBO(lr_x=0.5)
     with pytest.raises(ValueError, match=r"was run with algorithm.lr_x = 0.01, not 0.5"):
         fb.solve(task.problem, task.clients, other, rounds=9, out=tmp_path / "run", resume=True, **options)
+
+
+def test_a_federation_of_ones_own_is_used_and_nothing_else(task: Any) -> None:
+    fed = fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.ASFBO())
+    result = fb.solve(task.problem, task.clients, rounds=3, federation=fed)
+    assert result.history[-1]["round"] == fed.ledger.rounds == 3
+    with pytest.raises(ValueError, match="federation is given and so is algorithm or environment"):
+        fb.solve(task.problem, task.clients, "simfbo", rounds=3, federation=fed)
+    with pytest.raises(ValueError, match="resume is True but out is not given"):
+        fb.solve(task.problem, task.clients, "simfbo", rounds=3, resume=True)

@@ -67,6 +67,58 @@ def test_views_that_change_something_stay() -> None:
         assert torch.equal(ours, theirs)
 
 
+def in_place(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    h = torch.bmm(a, w)
+    skip = 0.5 * h
+    h = F.leaky_relu(h, 0.1, inplace=True)
+    return [h + skip, h]
+
+
+def overwritten_operand(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    c = b.clone()
+    first, second = torch.bmm(a, w), torch.bmm(c, w)
+    c.zero_()
+    return [first + second, c]
+
+
+def broadcast_product(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    return [torch.bmm(a, w) + torch.bmm(b[:, :1], w), torch.bmm(b[:, :1], w) + 2.0 * torch.bmm(a, w)]
+
+
+def whole_numbers(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    n = (10 * a).long()
+    return [n * 1.0, n + 2 * n, a.float() + 0.5 * n, n.double() + 0.5 * n]
+
+
+@pytest.mark.parametrize("fn", [in_place, overwritten_operand, broadcast_product, whole_numbers])
+def test_rewrites_change_nothing(fn: Any) -> None:
+    args = draw(2, 3, 4), draw(2, 5, 3, tag="a"), draw(2, 5, 3, tag="b")
+    expected = fn(*(a.clone() for a in args))
+    for ours, theirs in zip(trace(fn, args)(*(a.clone() for a in args)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+
+
+def test_a_convolutional_net_under_variance_reduction_and_unequal_steps(monkeypatch: Any) -> None:
+    """The first step's shared x has stride 0, later ones have their own: two traces, not one that fails."""
+    net = fb.nets.lenet(1, 28, 10)
+    apply, x, y = fb.split_module(net.double(), lower="head.")
+
+    def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(apply(x, y, batch[0]), batch[1])
+
+    side = (draw(6, 1, 28, 28), torch.arange(6))
+    clients = [fb.ClientData(train=side, val=side)] * 3
+    problem, states = fb.Problem(upper=loss, lower=loss, x=x, y=y), []
+    for start in (0, 10**9):
+        monkeypatch.setattr(simulated, "TRACE_FROM", start)
+        environment = fb.Environment(local_steps=[1, 3, 2], batch_size=4)
+        here = Run(fb.SimulatedFederation(problem, clients, fb.algorithms.LAASFBO(), environment), {"rounds": 2})
+        list(here)
+        states.append(here.state.x)
+    for name, value in states[1].items():
+        torch.testing.assert_close(states[0][name], value, rtol=0, atol=1e-12)
+
+
 def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
     monkeypatch.setattr(simulated, "TRACE_FROM", start)
     task = fb.tasks.load("hyper-representation", data="digits", clients=6, hidden=8)

@@ -27,6 +27,11 @@ class Batch(NamedTuple):
     rng: Tensor | tuple[()] = ()
 
 
+def _kind(value: Any) -> str:
+    """What a value is, in a word or two: never its contents, which may fill a screen."""
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def leaves(data: Data) -> list[tuple[str, Tensor]]:
     """The tensors of one side of the data, with the names a reader knows them by."""
     items = data.items() if isinstance(data, dict) else enumerate(data)
@@ -53,7 +58,9 @@ class ClientData:
             lengths = set()
             for name, value in leaves(data):
                 if not isinstance(value, Tensor) or value.ndim == 0:
-                    raise TypeError(f"{side}[{name}] must be a tensor whose leading axis counts samples, got {value!r}")
+                    raise TypeError(
+                        f"{side}[{name}] must be a tensor whose leading axis counts samples, got {_kind(value)}"
+                    )
                 if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                     raise ValueError(f"{side}[{name}] holds NaN or infinity; every number in the data must be finite")
                 lengths.add(len(value))
@@ -107,24 +114,30 @@ class Problem:
     def project(self, x: Tree) -> Tree:
         return x if self.project_x is None else Tree(self.project_x(x))
 
-    def check(self, client: ClientData) -> None:
+    def check(self, client: ClientData, device: str = "cpu") -> None:
         """Evaluate both losses once, so that a wrong one is refused before anything runs."""
         x, y = self.start
         for name, loss, data in (("upper", self.upper, client.val), ("lower", self.lower, client.train)):
-            before = torch.get_rng_state()
-            value = loss(x, y, data, torch.zeros((), dtype=torch.int64))
+            there = like(data, [tensor.to(device) for _, tensor in leaves(data)])
+            before = _generators(device)
+            value = loss(x, y, there, torch.zeros((), dtype=torch.int64, device=device))
             if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
                 got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(
                     f"the {name} loss must return a 0-d floating tensor (the mean over the batch), got {got}"
                 )
-            if not torch.equal(before, torch.get_rng_state()):
+            if not all(map(torch.equal, before, _generators(device))):
                 raise ValueError(
                     f"the {name} loss draws from torch's global generator; give it a fourth argument `rng` to draw "
                     "from (fedbilevel.nets.Dropout does), so that runs can be repeated"
                 )
             if not bool(torch.isfinite(value)):
                 raise ValueError(f"the {name} loss is {float(value)} at the start; it must be finite")
+
+
+def _generators(device: str) -> list[Tensor]:
+    """The states of the global generators a loss might draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.startswith("cuda") else [])]
 
 
 def _with_rng(name: str, loss: Loss) -> Loss:
@@ -146,7 +159,7 @@ def _variable(name: str, value: Any) -> Tree:
         raise TypeError(f"{name} is {type(value).__name__}; it must be a non-empty dict of tensors")
     for key, tensor in value.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(f"{name}[{key!r}] must be a floating tensor, got {tensor!r}")
+            raise TypeError(f"{name}[{key!r}] must be a floating tensor, got {_kind(tensor)}")
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name}[{key!r}] holds NaN or infinity at the start; it must be finite")
     return Tree({key: tensor.detach().clone() for key, tensor in value.items()})

@@ -69,9 +69,10 @@ class Losses:
 
     def _batch(self, fed: SimulatedFederation, client: int, key: Tensor, share: int) -> Batch:
         data = fed.clients[client]
+        whole: Batch = pytree.tree_map(lambda t: t.to(fed.device), Batch(data.train, data.val, key))
+        self._both(*self.start, whole)  # a loss that fails on a client's data does so here, by name
         drawn = Batch(_some(data.train, fold_in(key, 0), share), _some(data.val, fold_in(key, 1), share), key)
         batch: Batch = pytree.tree_map(lambda t: t.to(fed.device), drawn)
-        self._both(*self.start, batch)  # a loss that fails on a client's data does so here, by name
         return batch
 
     def _both(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -218,7 +219,7 @@ class Run:
 def solve(
     problem: Problem,
     clients: Sequence[ClientData],
-    algorithm: str | Algorithm = "simfbo",
+    algorithm: str | Algorithm | None = None,
     *,
     rounds: int,
     environment: Environment | None = None,
@@ -235,14 +236,20 @@ def solve(
 
     rounds: a budget of communication rounds; no iteration starts once it is reached. evaluate(x, y) returns a dict of
     numbers that is added to the metrics, before round 0 and at the end of the first iteration at or after each multiple
-    of `every`. `federation` replaces the simulated one that is made from the other arguments. With `out` the run
-    leaves a folder (metrics, checkpoint, summary), and `resume=True` goes on where the one in it stopped.
+    of `every`. federation: instead of the one that is made from algorithm ("simfbo" by default), environment, weights
+    and seed. out: the run leaves a folder (metrics, checkpoint, summary); `resume=True` goes on with the one in it.
     """
-    if isinstance(algorithm, str):
-        algorithm = algorithms.get(algorithm)()
-    fed = federation or SimulatedFederation(
-        problem.to(device), clients, algorithm, environment, weights=weights, seed=seed, device=device
-    )
+    if resume and out is None:
+        raise ValueError("resume is True but out is not given; a run goes on in its folder")
+    if federation is None:
+        method = algorithms.get(algorithm)() if isinstance(algorithm, str) else algorithm or algorithms.SimFBO()
+        fed = SimulatedFederation(
+            problem.to(device), clients, method, environment, weights=weights, seed=seed, device=device
+        )
+    elif algorithm is not None or environment is not None:
+        raise ValueError("federation is given and so is algorithm or environment; a federation has its own")
+    else:
+        fed = federation
     checks.integer("rounds", rounds, least=0)
     checks.integer("every", every, least=1)
     run = Run(fed, {"rounds": rounds}, evaluate, {"rounds": every})

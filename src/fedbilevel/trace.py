@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
@@ -18,10 +19,13 @@ Flat = Callable[..., Sequence[Tensor]]
 
 
 def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
-    """fn, a pure function of tensors, specialised to the shapes of args."""
-    module = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    """fn, a pure function of tensors, specialised to the shapes, strides and dtypes of args."""
+    module = _make(fn, args)
+    schemas = [getattr(node.target, "_schema", None) for node in module.graph.nodes]
+    if any(schema is not None and schema.is_mutable for schema in schemas):
+        # The rewrites move reads; they are right only where nothing is overwritten on the way.
+        module = _make(functionalize(fn, remove="mutations_and_views"), args)
     graph = module.graph
-    graph.eliminate_dead_code()
     for rewrite in (_drop_idle, _fold_scalars, _fuse_scaled_sums, _fuse_sums_of_products):
         for node in list(graph.nodes):
             if node.op == "call_function":
@@ -31,8 +35,16 @@ def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
     return module
 
 
-def _shape(node: Any) -> Any:
-    return getattr(node.meta.get("val"), "shape", None) if isinstance(node, fx.Node) else None
+def _make(fn: Flat, args: Sequence[Tensor]) -> fx.GraphModule:
+    module = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def _form(node: Any) -> Any:
+    """Shape and dtype of what a node computes; None for numbers and for several tensors at once."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 
 def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
@@ -40,9 +52,9 @@ def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return
-    same = _shape(source) is not None and _shape(source) == _shape(node)
+    same = _form(source) is not None and _form(source) == _form(node)
     idle = same and node.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-    if node.target is aten.mul.Scalar and node.args[1] == 1:
+    if same and node.target is aten.mul.Scalar and node.args[1] == 1:
         idle = True
     if node.target is aten.transpose.int and source.target is aten.transpose.int and source.args[1:] == node.args[1:]:
         source, idle = source.args[0], True
@@ -63,9 +75,10 @@ def _fuse_scaled_sums(graph: fx.Graph, node: fx.Node) -> None:
     if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
         return
     a, b = node.args
-    if not isinstance(b, fx.Node) or b.target is not aten.mul.Tensor or len(b.users) > 1 or _shape(a) != _shape(b):
+    if not isinstance(b, fx.Node) or b.target is not aten.mul.Tensor or len(b.users) > 1:
         return
-    if isinstance(b.args[1], (int, float)):
+    alike = _form(a) is not None and _form(a) == _form(b) == _form(b.args[0])
+    if alike and isinstance(b.args[1], (int, float)):
         node.args, node.kwargs = (a, b.args[0]), {"alpha": b.args[1]}
 
 
@@ -75,7 +88,7 @@ def _fuse_sums_of_products(graph: fx.Graph, node: fx.Node) -> None:
         return
     a, b = node.args
     products = all(isinstance(p, fx.Node) and p.target is aten.bmm.default and len(p.users) == 1 for p in (a, b))
-    if products and a is not b:
+    if products and a is not b and _form(a) == _form(b) == _form(node):
         with graph.inserting_before(node):
             total = graph.call_function(aten.baddbmm_.default, (a, *b.args))  # type: ignore[union-attr]
         total.meta.update(node.meta)

@@ -51,6 +51,7 @@ def _mlflow(name: str, config: Mapping[str, Any]) -> Iterator[Sink]:
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells what it creates
     client.set_experiment("fedbilevel")
     with client.start_run(run_name=name):
+        logging.getLogger("fedbilevel").disabled = False  # MLflow's store configures logging and silences all others
         client.log_dict(dict(config), "config.json")
         yield lambda metrics: client.log_metrics(_numbers(metrics), step=metrics["round"])
 

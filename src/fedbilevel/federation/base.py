@@ -170,6 +170,7 @@ class Replies:
 
 def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, Any]:
     def total(values: Tensor) -> Tensor:
+        values = values if values.is_floating_point() else values.double()
         weights = torch.tensor([reply.weight for reply in replies], dtype=values.dtype, device=values.device)
         return (weights @ values.reshape(len(values), -1)).reshape(values.shape[1:])
 

@@ -86,13 +86,13 @@ class SimulatedFederation:
         self.seed, self.device, self.memory = checks.integer("seed", seed, least=0), device, memory
         self.mode = checks.one_of("mode", mode, ("stack", "loop"))
         algorithm.check(problem)
-        on_client(0, "before round 1", lambda: problem.check(clients[0]))
+        on_client(0, "before round 1", lambda: problem.check(clients[0], device))
         self.ledger = Ledger()
         self.cohorts = 0
         self.draws = 0
         self.assignments = 0
         self._records: dict[str, list[float]] = defaultdict(list)
-        self._footprints: dict[Hashable, int] = {}
+        self._footprints: dict[str, int] = {}
         self._traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int]] = {}
 
     def __len__(self) -> int:
@@ -129,12 +129,14 @@ class SimulatedFederation:
             "cohorts": self.cohorts,
             "draws": self.draws,
             "assignments": self.assignments,
+            "footprints": dict(self._footprints),  # chunks round differently: a resumed run must cut the same ones
             "records": {name: list(values) for name, values in self._records.items()},
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.ledger = Ledger.load(snapshot["ledger"])
         self.cohorts, self.draws, self.assignments = (snapshot[name] for name in ("cohorts", "draws", "assignments"))
+        self._footprints = dict(snapshot["footprints"])
         self._records = defaultdict(list, {name: list(values) for name, values in snapshot["records"].items()})
 
     def post(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> None:
@@ -156,11 +158,11 @@ class SimulatedFederation:
                 replies.add([self._reply(w) for w in part], values)
         cost.bytes_down += sum(nbytes(shared) + nbytes(dict(w.each)) for w in work)
         self.ledger.refused_replies += len(replies.refused)
-        if len(replies) < self.environment.min_replies:
+        needed = min(self.environment.min_replies, len(work))
+        if len(replies) < needed:
             why = f" ({replies.refused[0]})" if replies.refused else ""
             raise QuorumError(
-                f"{exchange.place}: {len(replies)} of {len(work)} replies were accepted, "
-                f"at least {self.environment.min_replies} needed{why}"
+                f"{exchange.place}: {len(replies)} of {len(work)} replies were accepted, at least {needed} needed{why}"
             )
         return replies
 
@@ -205,21 +207,25 @@ class SimulatedFederation:
             sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(w.each))
             groups[exchange.phase, form, repr(sent)].append(w)
         for kind, group in groups.items():
-            size = 1 if self.mode == "loop" else max(1, self.memory // self._footprint(kind, exchange, group[0]))
+            alone = self.mode == "loop" or len(group) == 1
+            size = 1 if alone else max(1, self.memory // self._footprint(kind, exchange, group))
             group.sort(key=lambda w: -w.steps)
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
-    def _footprint(self, form: Hashable, exchange: Exchange, first: Assignment) -> int:
-        """Bytes a client needs at most: one step of one client is run, and everything it allocates is added up."""
-        if form not in self._footprints:
+    def _footprint(self, form: Hashable, exchange: Exchange, group: list[Assignment]) -> int:
+        """Bytes a client needs at most: two steps of the largest one are run, and everything allocated is added up."""
+        if (name := repr(form)) not in self._footprints:
+            largest = max(
+                group, key=lambda w: self.clients[w.client].size("train") + self.clients[w.client].size("val")
+            )
             with _Allocations() as allocations:
-                self._alone(exchange, first._replace(steps=1), Cost())
-            self._footprints[form] = max(allocations.bytes, 1)
-        return self._footprints[form]
+                self._alone(exchange, largest._replace(steps=min(2, largest.steps)), Cost())
+            self._footprints[name] = max(allocations.bytes, 1)
+        return self._footprints[name]
 
     def _run(self, exchange: Exchange, work: list[Assignment], cost: Cost) -> Iterable[Part]:
         """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
-        if self.mode == "loop":
+        if len(work) == 1:
             return self._alone(exchange, work[0], cost)
         try:
             return list(self._run_stack(exchange, work, stacked, cost))
@@ -247,7 +253,11 @@ class SimulatedFederation:
         )
         dtype = next(iter(self.problem.x.values())).dtype
         steps = torch.tensor([w.steps for w in work], dtype=dtype, device=self.device)
-        each = pytree.tree_map(lambda *ts: torch.stack([torch.as_tensor(t) for t in ts]), *(dict(w.each) for w in work))
+
+        def tensor(value: Any) -> Tensor:
+            return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=self.device)
+
+        each = pytree.tree_map(lambda *values: torch.stack([tensor(v) for v in values]), *(dict(w.each) for w in work))
         carry = lift(lambda each, steps: role.start(Message(**exchange.shared, **each, steps=steps)))(each, steps)
         active, done = len(work), []
         for k in range(work[0].steps):
@@ -281,7 +291,7 @@ class SimulatedFederation:
         moving = self.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
         if self.ledger.iterations < TRACE_FROM or lift is not stacked or moving:
             return pytree.tree_unflatten(flat(*values), after), oracle.gradients
-        key = (exchange.phase, first, form, tuple((value.shape, value.dtype) for value in values))
+        key = (exchange.phase, first, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
         if key not in self._traces:
             run = trace(flat, values)
             self._traces[key] = (run, after, oracle.gradients)
