@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -176,6 +177,7 @@ class Poisoning(Probing):
 
 @pytest.mark.parametrize("mode", ["stack", "loop"])
 def test_a_reply_that_is_not_finite_is_refused_by_name_and_the_rest_counts(mode: str, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING, logger="fedbilevel")
     fed = federation(mode=mode)
     fed.algorithm = fed.settings = Poisoning()
     replies = ask(fed, [0, 1, 2])

@@ -62,7 +62,7 @@ def test_a_run_killed_ten_times(tmp_path: Path) -> None:
                 starting.kill()
             assert starting.returncode == -signal.SIGKILL
         else:
-            process = fork(*command)
+            process = fork(*command, cwd=tmp_path)
             wait(lambda wanted=wanted: lines(run) >= wanted, 60, "no progress")
             time.sleep(later)
             process.kill()
@@ -92,14 +92,15 @@ def test_a_comparison_killed_three_times_and_interrupted_once(tmp_path: Path) ->
     names = [f"{algorithm}/seed-{seed}" for algorithm in ("simfbo", "shrofbo") for seed in (0, 1)]
     folders = [runs / name for name in names]
     command = ["compare", file, "--algorithms", "simfbo,shrofbo", "--seeds", 2, "--jobs", 2, "--out", runs]
-    total = (ROUNDS // 2 + 1) * len(folders)
+    command += ["--rounds", 40]
+    total = (40 // 2 + 1) * len(folders)
     for wanted, signals in [
         (0, signal.SIGKILL),  # while the first members start
         (total // 5, signal.SIGKILL),
         (total // 2, signal.SIGKILL),
         (total * 3 // 4, signal.SIGINT),
     ]:
-        process = fork(*command, "--resume", "--quiet")
+        process = fork(*command, "--resume", "--quiet", cwd=tmp_path)
         wait(lambda: members(runs), 30, "no member started")
         wait(lambda wanted=wanted: lines(*folders) >= wanted, 60, "no progress")
         os.kill(process.pid or 0, signals)

@@ -69,11 +69,26 @@ warm.set_forkserver_preload(
 )
 
 
-def fork(*arguments: object) -> "multiprocessing.process.BaseProcess":
+def fork(*arguments: object, cwd: Path) -> "multiprocessing.process.BaseProcess":
     """The tool in a process forked from one that has imported torch: a real one too, and there at once."""
-    process = warm.Process(target=main, args=([str(argument) for argument in arguments],))
+    process = warm.Process(target=_forked, args=([str(argument) for argument in arguments], cwd))
     process.start()
     return process
+
+
+def _forked(arguments: list[str], cwd: Path) -> None:
+    os.chdir(cwd)
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        os.dup2(os.open(f"forked.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), stream.fileno())
+    main(arguments)
+
+
+def forked(*arguments: object, cwd: Path) -> Outcome:
+    """The same, to its end."""
+    process = fork(*arguments, cwd=cwd)
+    process.join(60)
+    out, err = ((cwd / f"forked.{name}") for name in ("out", "err"))
+    return Outcome(process.exitcode if process.exitcode is not None else -1, out.read_text(), err.read_text())
 
 
 def write(path: Path, text: str = QUADRATIC) -> Path:

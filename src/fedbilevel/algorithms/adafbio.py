@@ -32,7 +32,7 @@ class State(NamedTuple):
     u: Tree
     v: Tree
     a: Tree
-    b: float = 0.0
+    b: Tensor
     begun: bool = False
 
 
@@ -122,7 +122,7 @@ class AdaFBiO(Algorithm):
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start
-        return State(x, y, zeros_like(x), zeros_like(y), zeros_like(x))
+        return State(x, y, zeros_like(x), zeros_like(y), zeros_like(x), norm(zeros_like(y)))
 
     def iterate(self, s: State, fed: Federation) -> State:
         S, varrho = fed.sample(), self.norm_decay
@@ -130,7 +130,7 @@ class AdaFBiO(Algorithm):
             r = fed.ask("begin", S, x=s.x, y=s.y)
             s = s._replace(u=r.mean("u"), v=r.mean("v"), begun=True)
         a = varrho * s.a + (1 - varrho) * s.u.map(torch.square)
-        b = varrho * s.b + (1 - varrho) * float(norm(s.v))
-        r = fed.ask("descend", S, x=s.x, y=s.y, u=s.u, v=s.v, a=a, b=torch.tensor(b, dtype=torch.float64))
+        b = varrho * s.b + (1 - varrho) * norm(s.v)
+        r = fed.ask("descend", S, x=s.x, y=s.y, u=s.u, v=s.v, a=a, b=b)
         x, y = fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy")
         return State(x, y, s.u + r.mean("du"), s.v + r.mean("dv"), a, b, begun=True)
