@@ -93,17 +93,14 @@ def test_a_comparison_killed_three_times_and_interrupted_once(tmp_path: Path) ->
     folders = [runs / name for name in names]
     command = ["compare", file, "--algorithms", "simfbo,shrofbo", "--seeds", 2, "--jobs", 2, "--out", runs]
     command += ["--rounds", 40]
-    total = (40 // 2 + 1) * len(folders)
-    for wanted, signals in [
-        (0, signal.SIGKILL),  # while the first members start
-        (total // 5, signal.SIGKILL),
-        (total // 2, signal.SIGKILL),
-        (total * 3 // 4, signal.SIGINT),
-    ]:
+    # While the first members start, then when so many evaluations have been added, of 21 a member.
+    for more, signals in [(0, signal.SIGKILL), (20, signal.SIGKILL), (20, signal.SIGKILL), (10, signal.SIGINT)]:
+        wanted = lines(*folders) + more
         process = fork(*command, "--resume", "--quiet", cwd=tmp_path)
         wait(lambda: members(runs), 30, "no member started")
         wait(lambda wanted=wanted: lines(*folders) >= wanted, 60, "no progress")
-        os.kill(process.pid or 0, signals)
+        assert process.pid
+        os.kill(process.pid, signals)
         process.join(30)
         assert process.exitcode == (130 if signals == signal.SIGINT else -signals)
         wait(lambda: not members(runs), 5, "a member outlives its comparison")

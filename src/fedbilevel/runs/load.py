@@ -22,8 +22,6 @@ class LoadedRun:
 
     def state_dict(self) -> dict[str, Tensor]:
         """x and y together, under the names of the module they were split from."""
-        if both := self.x.keys() & self.y.keys():
-            raise ValueError(f"x and y both hold {', '.join(sorted(both))}; one state_dict cannot hold them twice")
         return {**self.x, **self.y}
 
 

@@ -43,6 +43,9 @@ def hyper_representation(
     """
     source = load_data(data, data_dir)
     checks.non_negative("ridge", ridge)
+    for name, count in (("samples", samples), ("test_samples", test_samples)):
+        if count is not None:
+            checks.integer(name, count, least=1)
     images, labels = (tensor[:samples] for tensor in source.train)
     test = tuple(tensor[:test_samples] for tensor in source.test)
     net = _model(model, tuple(images.shape[1:]), hidden, source.classes, seed)

@@ -122,4 +122,8 @@ def quadratic(
     problem = Problem(
         upper=upper, lower=lower, x={"x": torch.zeros(dim_x, dtype=kind)}, y={"y": torch.zeros(dim_y, dtype=kind)}
     )
-    return Quadratic(problem, built, lambda x, y: {"hypergradient_norm": float(norm(hypergradient(problem, built, x)))})
+
+    def evaluate(x: Tree, y: Tree) -> dict[str, float]:
+        return {"hypergradient_norm": float(norm(hypergradient(problem, built, x.map(Tensor.cpu))))}
+
+    return Quadratic(problem, built, evaluate)
