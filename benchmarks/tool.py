@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ def rows() -> list[Row]:
         return []
     with tempfile.TemporaryDirectory() as folder, Progress("bench", 1000, quiet=False) as progress:
         config = configs.resolve(*configs.read("mnist"), overrides={"rounds": 1000})
-        recorder = Recorder(prepare(config), Path(folder, "run"), config.table)
-        tool = advance(iter(recorder), progress.show)
-        loop = advance(iter(prepare(config)), lambda metrics: None)
-        times = seconds({"tool": tool, "loop": loop}, repeats=30, warm_up=6)
+        with closing(iter(Recorder(prepare(config), Path(folder, "run"), config.table))) as recorder:  # type: ignore[type-var]
+            tool = advance(recorder, progress.show)
+            loop = advance(iter(prepare(config)), lambda metrics: None)
+            times = seconds({"tool": tool, "loop": loop}, repeats=30, warm_up=6)
     title = "fedbilevel run / the same loop alone, 10 rounds of simfbo on MNIST, evaluated every round"
     return [Row(title, times["tool"] / times["loop"], "at most 1.05", describe(times))]
