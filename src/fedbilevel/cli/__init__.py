@@ -73,7 +73,7 @@ def run(
     place, table = configs.read(experiment)
     overrides = _overrides(task=task, data=data, rounds=rounds, seed=seed, device=device)
     config = configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides=overrides, smoke=smoke)
-    title = f"{Path(place).stem} {config.algorithm.name} seed {config.experiment.seed}"
+    title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = out or _fresh(Path("runs", title.replace(" ", "-")))
     prepared = prepare(config, data_dir)
     recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
@@ -147,7 +147,7 @@ def compare(
         for seed in range(first.experiment.seed, first.experiment.seed + seeds):
             each = [*set_, f"seed={seed}"]
             config = configs.resolve(place, table, algorithm=name, settings=each, overrides=overrides, smoke=smoke)
-            members[f"{config.algorithm.name}/seed-{seed}"] = config
+            members[f"{config.label}/seed-{seed}"] = config
     folder = out or _fresh(Path("runs", Path(place).stem))
     raise typer.Exit(Comparison(folder, members, data_dir, resume, jobs).run(quiet, json_))
 

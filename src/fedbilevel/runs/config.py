@@ -28,7 +28,7 @@ Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SCHEDULES = {"power": schedules.Power, "cosine": schedules.Cosine}
 NAMED = ("task", "data", "algorithm")  # tables for which their name alone may stand
 SMOKE: dict[str, Table] = {  # what makes a task small, by its name
-    "hyper-representation": {"data": "digits", "clients": 2, "samples": 32, "model": "mlp"},
+    "hyper-representation": {"data": "digits", "clients": 2, "samples": 32, "model": "mlp", "head_layers": 1},
     "quadratic": {"clients": 2},
 }
 
@@ -83,17 +83,21 @@ class Runtime(Strict):
 
 
 class Section(BaseModel):
-    """What applies when one algorithm runs: its settings, and its conditions."""
+    """What applies when one algorithm runs: its settings and conditions; under a label of its own, also which it is."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
+    algorithm: str | None = None
     environment: Table = {}
+    task: Table = {}
+    data: Table = {}
 
 
 class Experiment(Strict):
     """A file in `experiments/`, or a resolved config.toml. `algorithms` and `compare` serve to choose from."""
 
     title: str = ""
+    label: str | None = None
     task: Table = {}
     data: Table = {}
     algorithm: Table = {}
@@ -119,6 +123,11 @@ class Config:
     algorithm: Algorithm
     environment: Environment
     load_task: Callable[[Path | None], tasks.Task]  # given where the data is
+
+    @property
+    def label(self) -> str:
+        """The method's name, or that of its section in the experiment."""
+        return self.experiment.label or self.algorithm.name
 
     @property
     def limits(self) -> dict[str, float]:
@@ -169,20 +178,27 @@ def resolve(
         _put(asked, key, value)
     _long_form(place, asked)
     table = _copy(table)
+    for key, value in chosen:  # a section's settings must be there before it is chosen
+        if key.startswith("algorithms."):
+            _put(table, key, value)
     task = _name(asked, "task") or _name(table, "task")
-    name = (
+    label = (
         _name(asked, "algorithm") or algorithm or _name(table, "algorithm") or [*table.get("compare", []), "simfbo"][0]
     )
+    own = dict(table.get("algorithms", {}).get(label, {}))
+    name = own.pop("algorithm", label)
+    conditions = {section: own.pop(section, {}) for section in ("environment", "task", "data")}
     if _name(table, "task") not in (None, task):  # the settings of one are not those of another
         table |= {"task": {}, "data": {}}
+        conditions |= {"task": {}, "data": {}}
     if _name(table, "algorithm") not in (None, name):
-        table["algorithm"] = {}
-    own = table.get("algorithms", {}).get(name, {})
-    table["environment"] = {**table.get("environment", {}), **own.get("environment", {})}
-    tuned = {key: value for key, value in own.items() if key != "environment"}
-    table["algorithm"] = {**table.get("algorithm", {}), **tuned, "name": name}
+        table |= {"algorithm": {}, "label": None}
+    if label != name:
+        table["label"] = label
+    table |= {section: {**table.get(section, {}), **special} for section, special in conditions.items()}
+    table["algorithm"] = {**table.get("algorithm", {}), **own, "name": name}
     for key, value in chosen:
-        _put(table, key, value)
+        _put(table, key, value if key != "algorithm.name" else name)
     experiment = _check(place, "", Experiment, table)
     return _build(place, _check(place, "", Experiment, _smoke(table)) if smoke else experiment)
 
@@ -194,10 +210,11 @@ def _build(place: str, experiment: Experiment) -> Config:
     method, settings = _method(place, "algorithm", chosen.pop("name"), chosen)
     environment = _environment(place, "environment", experiment.environment)
     for other, section in experiment.algorithms.items():
-        _method(place, f"algorithms.{other}", other, section.model_extra or {})
+        _method(place, f"algorithms.{other}", section.algorithm or other, section.model_extra or {})
         _environment(place, f"algorithms.{other}.environment", section.environment)
     for other in experiment.compare:
-        _sentence(place, "compare: ", functools.partial(algorithms.get, other))
+        if other not in experiment.algorithms:
+            _sentence(place, "compare: ", functools.partial(algorithms.get, other))
     runtime = experiment.runtime.model_dump(exclude_none=True)
     table = {
         **experiment.model_dump(exclude_none=True, exclude={"algorithms", "compare", "data"}),
