@@ -233,7 +233,7 @@ def test_every_shipped_experiment_runs_with_smoke(tmp_path: Path, name: str) -> 
     place, table = configs.read(name)
     for algorithm in table.get("compare", []):
         configs.resolve(place, table, algorithm=algorithm)
-        assert configs.resolve(place, table, algorithm=algorithm, smoke=True).algorithm.name == algorithm
+        assert configs.resolve(place, table, algorithm=algorithm, smoke=True).label == algorithm
 
 
 def test_smoke_of_a_file_keeps_its_task(tmp_path: Path) -> None:
