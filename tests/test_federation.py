@@ -42,9 +42,43 @@ class SummedProbe(Probe):
     summed = True
 
 
+class Visits(Phase):
+    """Adds what it is sent to what it remembers."""
+
+    batch = "train"
+    remembers = True
+    reply: ClassVar = {"visits": "scalar"}
+    summed = False
+
+    def start(self, m: Message) -> Any:
+        return m.memory.get("visits", torch.zeros((), dtype=torch.float64)) + m.own
+
+    def step(self, carry: Any, oracle: Oracle, batch: fb.Batch) -> Any:
+        return carry
+
+    def finish(self, carry: Any) -> dict[str, Any]:
+        return {"visits": carry, "memory": {"visits": carry}}
+
+
+class Forgets(Visits):
+    def finish(self, carry: Any) -> dict[str, Any]:
+        return {"visits": carry, "memory": {}}
+
+
+class Absent(Visits):
+    def finish(self, carry: Any) -> dict[str, Any]:
+        return {"visits": carry}
+
+
 class Probing(Algorithm):
     name = "probing"
-    phases: ClassVar = {"probe": Probe, "summed": SummedProbe}
+    phases: ClassVar = {
+        "probe": Probe,
+        "summed": SummedProbe,
+        "visits": Visits,
+        "forgets": Forgets,
+        "absent": Absent,
+    }
 
     def init(self, problem: fb.Problem) -> Any: ...
 
@@ -254,6 +288,26 @@ def test_replies_must_be_what_the_phase_declares(reply: dict[str, str], message:
     monkeypatch.setattr(Probe, "reply", reply)
     with pytest.raises(TypeError, match=message):
         ask(federation(), [0])
+
+
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode: str) -> None:
+    def visit(fed: fb.SimulatedFederation, *clients: int, phase: str = "visits") -> list[float]:
+        replies = fed.ask(phase, clients, each=[{"own": 10.0**place} for place in range(len(clients))])
+        return [float(reply.values["visits"]) for reply in replies]
+
+    fed = federation(mode=mode)
+    assert visit(fed, 0, 1) == [1, 10]
+    assert visit(fed, 2, 0, 0, 2) == [1, 11, 111, 1001]  # those with and without a memory, and twice the same client
+    assert fed.ledger.totals()["bytes_up"] == 6 * 8, "a memory is not sent"
+    twin = federation(mode=mode)
+    twin.restore(fed.snapshot())
+    assert visit(fed, 2, 1, 0) == visit(twin, 2, 1, 0) == [1002, 20, 211]
+    assert visit(fed, 1, phase="forgets") == [21]
+    assert sorted(fed.memories) == [0, 2]
+    assert visit(fed, 1) == [1]
+    with pytest.raises(TypeError, match="phase 'absent' remembers; its finish must return a memory beside its reply"):
+        visit(fed, 0, phase="absent")
 
 
 def test_wrong_calls_are_refused_in_one_sentence() -> None:

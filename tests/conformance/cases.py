@@ -189,6 +189,25 @@ def fedbio(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
+def fedbioacc(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client the second exchange renews the momenta where a local step would."""
+    x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
+    moments = directions(m, x, y, z)
+    for _ in range(steps * iterations):
+        old = directions(m, x, y, z)
+        mx, my, mz = moments
+        x, y, z = x - h["lr_x"] * mx, y - h["lr_y"] * my, ball(z - h["lr_z"] * mz, h["radius"])
+        new, keep = directions(m, x, y, z), 1 - h["momentum_weight"]
+        moments = tuple(n + keep * (v - o) for n, v, o in zip(new, moments, old, strict=True))  # type: ignore[assignment]
+    return x, y
+
+
+def fedbioacc_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+    """Down: the point and its momenta, then the new point; up: two changes of three. Every renewal evaluates twice."""
+    sent = len(steps) * (x + 2 * y)
+    return 2, 3 * sent, 2 * sent, 2 * 3 * sum(steps)
+
+
 def mean_of_local_hypergradients(task: Any, h: dict[str, Any]) -> Tensor:
     """Where sum_i h_i(x, y*(x)) = 0, each h_i with its client's own truncated Neumann sum: linear in x, so solved."""
     parts = [[part.mean(0) for part in (*client.train, *client.val)] for client in task.clients]
@@ -340,6 +359,13 @@ CASES = {
         _NESTED | {"neumann_steps": 5}, lfednest, lfednest_cost, rounds=3 * 100, goal=mean_of_local_hypergradients
     ),
     "fedbio": Case({"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0}, fedbio, one_round(lambda tau: tau)),
+    "fedbioacc": Case(
+        {"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0, "momentum_weight": 0.7},
+        fedbioacc,
+        fedbioacc_cost,
+        once=(1, 4 * (24 + 32), 4 * (24 + 32), 4 * 3),
+        rounds=500,
+    ),
     "fedavg": Case(
         {"lr_x": 0.1, "lr_y": 0.4, "server_lr": 0.9, "train": "y"},
         fedavg,

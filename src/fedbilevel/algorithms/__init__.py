@@ -38,7 +38,7 @@ from fedbilevel.algorithms.adafbio import AdaFBiO  # noqa: E402
 from fedbilevel.algorithms.aggitd import AggITD  # noqa: E402
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO  # noqa: E402  (they register themselves)
 from fedbilevel.algorithms.fedavg import FedAvg  # noqa: E402
-from fedbilevel.algorithms.fedbio import FedBiO  # noqa: E402
+from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc  # noqa: E402
 from fedbilevel.algorithms.fedmbo import FedMBO  # noqa: E402
 from fedbilevel.algorithms.fednest import FedNest, LFedNest  # noqa: E402
 from fedbilevel.algorithms.localbsg import LocalBSGM, LocalBSGVR  # noqa: E402
@@ -52,6 +52,7 @@ __all__ = [
     "Algorithm",
     "FedAvg",
     "FedBiO",
+    "FedBiOAcc",
     "FedMBO",
     "FedNest",
     "LFedNest",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -91,6 +91,7 @@ class SimulatedFederation:
         self.cohorts = 0
         self.draws = 0
         self.assignments = 0
+        self.memories: dict[int, dict[str, Any]] = {}  # what clients keep for themselves
         self._records: dict[str, list[float]] = defaultdict(list)
         self._footprints: dict[str, int] = {}
         self._traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int]] = {}
@@ -129,6 +130,7 @@ class SimulatedFederation:
             "cohorts": self.cohorts,
             "draws": self.draws,
             "assignments": self.assignments,
+            "memories": dict(self.memories),
             "footprints": dict(self._footprints),  # chunks round differently: a resumed run must cut the same ones
             "records": {name: list(values) for name, values in self._records.items()},
         }
@@ -136,6 +138,7 @@ class SimulatedFederation:
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.ledger = Ledger.load(snapshot["ledger"])
         self.cohorts, self.draws, self.assignments = (snapshot[name] for name in ("cohorts", "draws", "assignments"))
+        self.memories = pytree.tree_map(lambda t: t.to(self.device), dict(snapshot["memories"]))
         self._footprints = dict(snapshot["footprints"])
         self._records = defaultdict(list, {name: list(values) for name, values in snapshot["records"].items()})
 
@@ -151,11 +154,14 @@ class SimulatedFederation:
         exchange = Exchange(phase, role, shared, f"phase {phase!r}, round {self.ledger.rounds}")
         replies = Replies(phase, exchange.place, role.summed)
         work = self._assign(exchange, clients, each)
-        for chunk in self._chunks(exchange, work):
-            for part, values in self._run(exchange, chunk, cost):
-                _validate(exchange, values, self.problem, len(part))
-                cost.bytes_up += nbytes(values)
-                replies.add([self._reply(w) for w in part], values)
+        for turn in _turns(work) if role.remembers else [work]:
+            for chunk in self._chunks(exchange, turn):
+                for part, values in self._run(exchange, chunk, cost):
+                    if role.remembers:
+                        self._remember(exchange, part, values)
+                    _validate(exchange, values, self.problem, len(part))
+                    cost.bytes_up += nbytes(values)
+                    replies.add([self._reply(w) for w in part], values)
         cost.bytes_down += sum(nbytes(shared) + nbytes(dict(w.each)) for w in work)
         self.ledger.refused_replies += len(replies.refused)
         needed = min(self.environment.min_replies, len(work))
@@ -165,6 +171,18 @@ class SimulatedFederation:
                 f"{exchange.place}: {len(replies)} of {len(work)} replies were accepted, at least {needed} needed{why}"
             )
         return replies
+
+    def _recall(self, role: Phase, client: int) -> dict[str, Any]:
+        return self.memories.get(client, {}) if role.remembers else {}
+
+    def _remember(self, exchange: Exchange, work: list[Assignment], values: dict[str, Any]) -> None:
+        if "memory" not in values:
+            raise TypeError(f"phase {exchange.phase!r} remembers; its finish must return a memory beside its reply")
+        memory = values.pop("memory")
+        for j, w in enumerate(work):
+            self.memories.pop(w.client, None)
+            if memory:
+                self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
 
     def _assign(self, exchange: Exchange, clients: Sequence[int], each: Each) -> list[Assignment]:
         """Key the draws of each task and say how many steps it takes."""
@@ -204,7 +222,8 @@ class SimulatedFederation:
         for w in work:
             role, data = exchange.role, self._data(exchange, w.client)
             form = shape(data, role.batch, self._batch_size(exchange), isinstance(role.steps, Epochs))
-            sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(w.each))
+            held = (dict(w.each), self._recall(role, w.client))
+            sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), held)
             groups[exchange.phase, form, repr(sent)].append(w)
         for kind, group in groups.items():
             alone = self.mode == "loop" or len(group) == 1
@@ -257,8 +276,16 @@ class SimulatedFederation:
         def tensor(value: Any) -> Tensor:
             return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=self.device)
 
-        each = pytree.tree_map(lambda *values: torch.stack([tensor(v) for v in values]), *(dict(w.each) for w in work))
-        carry = lift(lambda each, steps: role.start(Message(**exchange.shared, **each, steps=steps)))(each, steps)
+        def stack(*values: Any) -> Tensor:
+            return torch.stack([tensor(value) for value in values])
+
+        def start(each: Any, memory: Any, steps: Tensor) -> Any:
+            own = {"memory": memory} if role.remembers else {}
+            return role.start(Message(**exchange.shared, **each, **own, steps=steps))
+
+        each = pytree.tree_map(stack, *(dict(w.each) for w in work))
+        memory = pytree.tree_map(stack, *(self._recall(role, w.client) for w in work))
+        carry = lift(start)(each, memory, steps)
         active, done = len(work), []
         for k in range(work[0].steps):
             still = sum(w.steps > k for w in work)
@@ -309,6 +336,16 @@ def on_client(client: int, place: str, run: Callable[[], Any]) -> Any:
         raise type(error)(f"client {client}, {place}: {_first_line(error)}") from error
     except Exception as error:
         raise ClientError(f"client {client}, {place}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
+    """Tasks of one client follow each other, because each may leave a memory for the next."""
+    turns: dict[int, list[Assignment]] = defaultdict(list)
+    before: Counter[int] = Counter()
+    for w in work:
+        turns[before[w.client]].append(w)
+        before[w.client] += 1
+    return turns.values()
 
 
 def _first_line(error: BaseException) -> str:
