@@ -89,13 +89,19 @@ def test_a_momentum_step_is_not_its_coefficient_times_the_gradient() -> None:
 
 
 def test_the_reweighted_solution_is_not_stationary_for_the_real_problem() -> None:
-    """Eq. (195) to (199) of ASFBO bound ||grad Phi|| by M ||grad Phi~|| for weights w != p, with y* ~ y~*, z* ~ z~*: where
-    grad Phi~ = 0 this would make grad Phi vanish. With w = p, as in Theorem 2 of SimFBO, there is nothing to bound."""
-    of = federation(clients=4)
-    there = of.x_star(weights=[1, 2, 3, 5])
-    assert of.gradient(there, weights=[1, 2, 3, 5])["x"].norm() < 1e-12
+    """Eq. (195) to (199) of ASFBO bound ||grad Phi|| by M ||grad Phi~|| for weights w != p, taking y* = y~*, z* = z~*:
+    where grad Phi~ = 0 this would make grad Phi vanish. With w = p (Theorem 2 of SimFBO) nothing is left to bound."""
+    of, w = federation(clients=4), [1, 2, 3, 5]
+    there = of.x_star(weights=w)
+    assert of.gradient(there, weights=w)["x"].norm() < 1e-12
     assert of.gradient(there)["x"].norm() > 0.1
-    assert (of.y_star(there)["y"] - of.y_star(there, weights=[1, 2, 3, 5])["y"]).norm() > 0.1
+    x, y = there["x"], of.y_star(there, weights=w)["y"]
+    assert (of.y_star(there)["y"] - y).norm() > 0.1
+    A, _, _, e, _, D = of._means(w)
+    z = torch.linalg.solve(A, y - e + D @ x)
+    surrogates = torch.stack([upper_gradients(m, x, y)[0] + m[1].T @ z for m in matrices(of)])
+    assert (torch.tensor(w).double() @ surrogates).norm() < 1e-11  # the right side of (195), and of SimFBO's (59)
+    assert surrogates.mean(0).norm() > 0.1  # what it is to bound
 
 
 def adaptive_step(h: float, s: float, bounds: tuple[float, float] | None) -> tuple[float, float]:
@@ -119,8 +125,8 @@ def test_asfbos_step_size_settles_only_within_its_bounds(bounds: Any, settles: b
 
 
 def test_an_adaptive_step_depends_on_the_gradient_it_scales() -> None:
-    """Lemma 18 of ASFBO takes gamma^(t) out of the expectation. A gradient of mean 1/3 (-1 twice in three times, else 3)
-    has an expected first step uphill, with the bounds of the paper."""
+    """Lemma 18 of ASFBO takes gamma^(t) out of the expectation. A gradient of mean 1/3 (-1 with probability 2/3,
+    else 3) has an expected first step uphill, with the bounds of the paper."""
     outcomes = [(2 / 3, -1.0), (1 / 3, 3.0)]
     assert sum(p * h for p, h in outcomes) == pytest.approx(1 / 3)
     assert sum(p * adaptive_step(h, 0.0, (0.01, 0.1))[1] * h for p, h in outcomes) < -0.02
@@ -179,7 +185,7 @@ def test_the_derivative_of_v_star_goes_through_y_star() -> None:
 
 
 def test_local_z_is_bounded_only_by_small_steps() -> None:
-    """Proposition 1 of SimFBO: |v| <= 2 r needs eta L_1 <= 1, which it does not ask for. Here mu = L_1 = L_f = r = 1."""
+    """Proposition 1 of SimFBO: |v| <= 2 r needs eta L_1 <= 1, which is not asked for. Here mu = L_1 = L_f = r = 1."""
 
     def largest(eta: float) -> float:
         v, seen = -1.0, 0.0
@@ -189,6 +195,18 @@ def test_local_z_is_bounded_only_by_small_steps() -> None:
         return seen
 
     assert largest(1.0) <= 2 < largest(2.2)
+
+
+# FedNest's published code
+
+
+def test_an_unsquared_norm_curves_less_and_less_and_not_along_itself() -> None:
+    """beta/2 ||w||, beta = .1, has the Hessian beta / (2 ||w||) (I - w w' / ||w||^2)."""
+    for size in (1.0, 100.0):
+        w = size * torch.tensor([0.6, 0.8, 0.0]).double()
+        hessian = jacrev(grad(lambda w: 0.05 * w.norm()))(w)
+        torch.testing.assert_close(hessian @ w, torch.zeros_like(w), rtol=0, atol=1e-12)
+        assert float(torch.linalg.eigvalsh(hessian)[-1]) == pytest.approx(0.05 / size)
 
 
 # FBO-AggITD
@@ -357,25 +375,25 @@ def test_improvements_of_rabos_table_ii() -> None:
 
 @pytest.mark.parametrize("m", [2, 18, 100])
 def test_afbos_fixed_number_of_factors_keeps_little(m: int) -> None:
-    """(m / l) (I - H / l)^m v against H^-1 v, along the eigenvectors of H, t = eigenvalue / l."""
-    H, l = matrices(federation(clients=1, condition=30.0))[0][0], 1.25
+    """(m / L) (I - H / L)^m v against H^-1 v, along the eigenvectors of H, t = eigenvalue / L."""
+    H, L = matrices(federation(clients=1, condition=30.0))[0][0], 1.25
     values, vectors = torch.linalg.eigh(H)
-    t = values / l
-    factor = EYE - H / l
+    t = values / L
+    factor = EYE - H / L
     powers = [torch.linalg.matrix_power(factor, u) for u in range(m + 1)]
 
     def kept(estimate: Tensor) -> Tensor:
         return torch.diag(vectors.T @ estimate @ H @ vectors)
 
-    fixed = kept(m / l * powers[m])
+    fixed = kept(m / L * powers[m])
     torch.testing.assert_close(fixed, m * t * (1 - t) ** m)
     most = (m / (m + 1)) ** (m + 1)
     assert fixed.max() <= most + 1e-12 < 0.37
     best = torch.tensor(1 / (m + 1), dtype=torch.float64)
     assert float(m * best * (1 - best) ** m) == pytest.approx(most)
-    total = kept(1 / l * sum(powers[:m]))
+    total = kept(1 / L * sum(powers[:m]))
     torch.testing.assert_close(total, 1 - (1 - t) ** m)
-    drawn = torch.stack([m / l * powers[u] for u in range(m)]).mean(0)  # every length in {0 .. m-1}
+    drawn = torch.stack([m / L * powers[u] for u in range(m)]).mean(0)  # every length in {0 .. m-1}
     torch.testing.assert_close(kept(drawn), total)
 
 
@@ -414,8 +432,7 @@ def test_a_linear_regulariser_leaves_no_lower_solution() -> None:
         return F.softplus(-labels * (features @ w)).mean() + (phi.abs() * w**2 if squared else phi * w).sum()
 
     least = {
-        squared: float(torch.linalg.eigvalsh(jacrev(grad(lower))(0.1 * phi, squared))[0])
-        for squared in (False, True)
+        squared: float(torch.linalg.eigvalsh(jacrev(grad(lower))(0.1 * phi, squared))[0]) for squared in (False, True)
     }
     assert least[False] == pytest.approx(0, abs=1e-12)
     assert least[True] >= 2

@@ -1,7 +1,7 @@
 """Randomised estimators of the hypergradient against dense linear algebra: exactly, over everything they may draw.
 
-Elsewhere: FedNest's random truncation, AggITD's Q and FedMBO by sampling in test_nested.py; the bias of the methods that
-average local hypergradients, and that like clients take it away, in conformance.
+Elsewhere: FedNest's random truncation, AggITD's Q and FedMBO by sampling in test_nested.py; the bias of the methods
+that average local hypergradients, and that like clients take it away, in conformance.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_fedmbo_is_unbiased_over_all_its_draws(weights: Any) -> None:
 
 
 def test_aggitd_is_biased_on_one_cohort_and_not_on_everyone() -> None:
-    """Over all cohorts of two and all Q: one cohort serves every factor, and a mean of products is not their product."""
+    """Over all cohorts of two and all Q: one cohort serves all factors, but a mean of products is not their product."""
     of, N, lam = task(seed=1), 2, 0.6
     A, B, _, e, t, _ = means(of)
     method = fb.algorithms.AggITD(**SMALL, neumann_lr=lam, inner_rounds=N)

@@ -30,9 +30,7 @@ def means(of: Any) -> list[Tensor]:
     return of._means("uniform")  # type: ignore[no-any-return]
 
 
-def step_on_x(
-    of: Any, algorithm: Algorithm, draws: list[int] | None = None, cohort: list[int] | None = None
-) -> Tensor:
+def step_on_x(of: Any, algorithm: Algorithm, draws: list[int] | None = None, cohort: list[int] | None = None) -> Tensor:
     """The direction of the first step on x, from a start where y does not move (lr_y is tiny)."""
     fed = fb.SimulatedFederation(of.problem, of.clients, algorithm)
     if draws is not None:
