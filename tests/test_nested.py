@@ -30,11 +30,13 @@ def means(of: Any) -> list[Tensor]:
     return of._means("uniform")  # type: ignore[no-any-return]
 
 
-def step_on_x(of: Any, algorithm: Algorithm, draws: list[int] | None = None) -> Tensor:
+def step_on_x(of: Any, algorithm: Algorithm, draws: list[int] | None = None, cohort: list[int] | None = None) -> Tensor:
     """The direction of the first step on x, from a start where y does not move (lr_y is tiny)."""
     fed = fb.SimulatedFederation(of.problem, of.clients, algorithm)
     if draws is not None:
         fed.draw = lambda count: draws.pop(0)  # type: ignore[method-assign]
+    if cohort is not None:
+        fed.sample = lambda: cohort  # type: ignore[method-assign]
     here = Run(fed, {})
     here.advance()
     return (of.problem.x["x"] - here.state.x["x"]) / algorithm.lr_x  # type: ignore[attr-defined, no-any-return]
