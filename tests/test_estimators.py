@@ -41,6 +41,20 @@ def test_fedmbo_is_unbiased_over_all_its_draws(weights: Any) -> None:
     torch.testing.assert_close(expected, -t + B.T @ neumann(A, -e, lam, N), rtol=0, atol=1e-9)
 
 
+def test_fednest_is_unbiased_over_all_its_cohorts() -> None:
+    """One client a cohort, N = 1: every choice for h, for v and for the factor."""
+    of, lam = task(clients=3), 0.6
+    A, B, _, e, t, _ = means(of)
+    method = fb.algorithms.FedNest(**SMALL, neumann_lr=lam, neumann_steps=1)
+    fed = fb.SimulatedFederation(of.problem, of.clients, method, fb.Environment(participation=1))
+    start, steps = method.init(of.problem), []
+    for chosen in itertools.product(range(3), repeat=3):
+        cohorts = [[0], *([client] for client in chosen)]
+        fed.sample = lambda cohorts=cohorts: cohorts.pop(0)  # type: ignore[method-assign, misc]
+        steps.append((start.x["x"] - method.iterate(start, fed).x["x"]) / 0.1)
+    torch.testing.assert_close(torch.stack(steps).mean(0), -t + B.T @ neumann(A, -e, lam, 2), rtol=0, atol=1e-9)
+
+
 def test_aggitd_is_biased_on_one_cohort_and_not_on_everyone() -> None:
     """Over all cohorts of two and all Q: one cohort serves all factors, but a mean of products is not their product."""
     of, N, lam = task(seed=1), 2, 0.6
