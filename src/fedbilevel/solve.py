@@ -18,7 +18,7 @@ from fedbilevel import algorithms, checks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
 from fedbilevel.federation import QuorumError, SimulatedFederation
-from fedbilevel.federation.simulated import on_client, stacked
+from fedbilevel.federation.clients import on_client, stacked
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
 from fedbilevel.rng import fold_in, root, rows, subset
