@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, get_type_hints
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from fedbilevel import algorithms, schedules, tasks
+from fedbilevel import algorithms, delays, schedules, tasks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
 
@@ -286,12 +286,16 @@ def _environment(place: str, section: str, table: Table) -> Environment:
     for key in table:
         if key not in known:
             raise ConfigError(_unknown(place, f"{section}.{key}", known))
-    steps, size = table.get("local_steps"), table.get("batch_size")
-    meant = {
-        **table,
-        **({"local_steps": _local_steps(place, f"{section}.local_steps", steps)} if "local_steps" in table else {}),
-        **({"batch_size": None} if size == "full" else {}),
-    }
+    meant = dict(table)
+    if "local_steps" in table:
+        meant["local_steps"] = _local_steps(place, f"{section}.local_steps", table["local_steps"])
+    if table.get("batch_size") == "full":
+        meant["batch_size"] = None
+    for key, kind in (("stragglers", delays.Stragglers), ("faults", delays.Faults)):
+        if key in table:
+            meant[key] = _object(place, f"{section}.{key}", kind, table[key])
+    if "delay" in table:
+        meant["delay"] = _kind(place, f"{section}.delay", "model", delays.MODELS, table["delay"])
     return _sentence(place, f"[{section}] ", lambda: Environment(**meant))  # type: ignore[no-any-return]
 
 
@@ -307,7 +311,10 @@ def _local_steps(place: str, key: str, steps: Any) -> Any:
 
 
 def _environment_table(environment: Environment) -> Table:
-    table = dataclasses.asdict(environment)
+    table = {key: value for key, value in dataclasses.asdict(environment).items() if value is not None}
+    for model, kind in delays.MODELS.items():
+        if isinstance(environment.delay, kind):
+            table["delay"] = {"model": model, **table["delay"]}
     if isinstance(environment.local_steps, list):
         table["local_steps"] = {"clients": environment.local_steps}
     return {**table, "batch_size": "full" if environment.batch_size is None else environment.batch_size}
@@ -315,13 +322,21 @@ def _environment_table(environment: Environment) -> Table:
 
 def _schedule(place: str, key: str, value: Any) -> Any:
     """A table with a `schedule` is a schedule."""
-    if not isinstance(value, dict):
-        return value
-    kind = SCHEDULES.get(str(value.get("schedule")))
-    if kind is None:
-        allowed = " or ".join(map(repr, SCHEDULES))
-        raise ConfigError(f"{place}: {key} is {value}; a table must have schedule = {allowed}")
-    settings = _check(place, key, _model(kind), {k: v for k, v in value.items() if k != "schedule"})
+    return _kind(place, key, "schedule", SCHEDULES, value) if isinstance(value, dict) else value
+
+
+def _kind(place: str, key: str, choice: str, kinds: Mapping[str, Callable[..., Any]], value: Any) -> Any:
+    """What a table describes that says in `choice` which of several kinds it is."""
+    if not isinstance(value, dict) or str(value.get(choice)) not in kinds:
+        allowed = " or ".join(map(repr, kinds))
+        raise ConfigError(f"{place}: {key} is {value}; a table must have {choice} = {allowed}")
+    return _object(place, key, kinds[value[choice]], {k: v for k, v in value.items() if k != choice})
+
+
+def _object(place: str, key: str, kind: Callable[..., Any], table: Any) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place}: {key} is {table!r}; it must be a table")
+    settings = _check(place, key, _model(kind), table)
     return _sentence(place, f"[{key}] ", lambda: kind(**settings))
 
 

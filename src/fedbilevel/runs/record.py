@@ -125,6 +125,7 @@ class Recorder:
             "rounds_to": reached,
             **{key: last[key] for key in ("bytes_up", "bytes_down", "samples", "gradients", "virtual_s", "wall_s")},
             "refused_replies": run.fed.ledger.refused_replies,
+            "lost_tasks": run.fed.ledger.lost_tasks,
             "ledger": {name: asdict(cost) for name, cost in run.fed.ledger.phases.items()},
         }
 
