@@ -153,13 +153,13 @@ class Run:
         if not self.history:
             yield self._measure()
         while self.status == "completed" and not self._finished():
-            before, spent = self.fed.snapshot(), self.spent()
+            before, spent = self.fed.mark(), self.spent()
             try:
                 self.advance()
             except QuorumError as error:
                 self.status, self.reason = "diverged", str(error)
             except KeyboardInterrupt:
-                self.fed.restore(before)  # the iteration under way leaves no trace, so that going on repeats it
+                self.fed.back(before)  # the iteration under way leaves no trace, so that going on repeats it
                 self.status, self.reason = "interrupted", f"interrupted in round {self.fed.ledger.rounds + 1}"
                 return
             if self.status == "diverged" or self._finished() or self._due(spent):
