@@ -277,5 +277,6 @@ def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """A dataclass as a table; a schedule is told, not stored."""
-    return {key: repr(value) if callable(value) else value for key, value in vars(settings).items()}
+    """A dataclass as a table; what is not plain (a schedule, a delay) is told, not stored."""
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return {key: value if isinstance(value, plain) else repr(value) for key, value in vars(settings).items()}

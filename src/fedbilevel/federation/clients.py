@@ -35,6 +35,7 @@ class Exchange:
         self.phase, self.settings, self.shared = phase, settings, shared
         self.round, self.iteration = round_, iteration
         self.role: Phase = settings.phases[phase](settings)
+        self.form = _form(shared)
 
     def __str__(self) -> str:
         return f"phase {self.phase!r}, round {self.round}"
@@ -135,17 +136,16 @@ class Clients:
 
     def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
-        groups: dict[Hashable, list[Assignment]] = defaultdict(list)
+        groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
         for w in work:
             role, data = w.exchange.role, self._data(w.exchange, w.client)
             form = shape(data, role.batch, self._batch_size(w.exchange), isinstance(role.steps, Epochs))
-            held = (dict(w.each), self._recall(w))
-            sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), held)
-            kind = repr((w.exchange.phase, form, repr(sent)))
-            groups[kind, id(w.exchange.settings)].append(w)  # a schedule gives every iteration settings of its own
-        for (kind, _), group in cast(dict[tuple[str, int], list[Assignment]], groups).items():
+            sent = (w.exchange.form, _form(dict(w.each)), _form(self._recall(w)))
+            # A schedule gives every iteration settings of its own.
+            groups[(w.exchange.phase, form, sent), id(w.exchange.settings)].append(w)
+        for (kind, _), group in groups.items():
             alone = self.mode == "loop" or len(group) == 1
-            size = 1 if alone else max(1, self.memory // self._footprint(kind, group))
+            size = 1 if alone else max(1, self.memory // self._footprint(repr(kind), group))
             group.sort(key=lambda w: -w.steps)
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
@@ -195,16 +195,17 @@ class Clients:
         def stack(*values: Any) -> Tensor:
             return torch.stack([tensor(value) for value in values])
 
-        together = all(w.exchange is exchange for w in work)  # else every client was sent a message of its own
-        shared = exchange.shared if together else {}
-        own = [dict(w.each) if together else {**w.exchange.shared, **w.each} for w in work]
+        shared, own = exchange.shared, _stacked([dict(w.each) for w in work], stack)
+        places = {e: place for place, e in enumerate(dict.fromkeys(w.exchange for w in work))}
+        if len(places) > 1:  # not everyone was sent the same
+            sent, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
+            shared, own = {}, {**pytree.tree_map(lambda t: t[rows], sent), **own}
 
         def start(own: Any, memory: Any, steps: Tensor) -> Any:
             remembered = {"memory": memory} if role.remembers else {}
             return role.start(Message(**shared, **own, **remembered, steps=steps))
 
-        memory = pytree.tree_map(stack, *(self._recall(w) for w in work))
-        carry = lift(start)(pytree.tree_map(stack, *own), memory, steps)
+        carry = lift(start)(own, _stacked([self._recall(w) for w in work], stack), steps)
         active, gradients, done = len(work), 0, []
         for k in range(work[0].steps):
             still = sum(w.steps > k for w in work)
@@ -267,6 +268,16 @@ def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
         turns[before[w.client]].append(w)
         before[w.client] += w.exchange.role.remembers
     return turns.values()
+
+
+def _form(values: Mapping[str, Any]) -> str:
+    """What can be stacked has the same form."""
+    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), values)) if values else ""
+
+
+def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
+    """Values of one form as one, with a leading axis."""
+    return pytree.tree_map(stack, *values) if values[0] else {}
 
 
 def _first_line(error: BaseException) -> str:

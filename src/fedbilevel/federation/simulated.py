@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel import checks
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import Ledger, QuorumError, Replies, Reply, wrong
+from fedbilevel.federation.base import Ledger, QuorumError, Replies, Reply, Values, join, row, wrong
 from fedbilevel.federation.clients import Assignment, Clients, Exchange, on_client
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, integers, root, subset
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 AHEAD = 1024  # posted tasks that are evaluated together, because one of them is due
 
 Each = Sequence[Mapping[str, Any]] | None
-Values = dict[str, Any]
 Ready = tuple[Values, int, int]  # a reply, and the samples and gradients it took
 
 
@@ -313,8 +312,7 @@ class SimulatedFederation:
         self._evaluate(work)
         rows, samples, gradients = zip(*(self.ready.pop(w.client) for w in work), strict=True)
         self._count(work[0].exchange.phase, sum(samples), sum(gradients))
-        stack: Values = pytree.tree_map(lambda *row: torch.stack(row), *rows)
-        return stack
+        return join(rows)
 
     def _count(self, phase: str, samples: int, gradients: int) -> None:
         cost = self.ledger.phase(phase)
@@ -327,11 +325,9 @@ class SimulatedFederation:
         if not missing:
             return
         missing |= dict(itertools.islice(self.pending.items(), AHEAD))
-        for part in self.engine.run(list(missing.values()), self.ledger.iterations):
-            leaves, form = pytree.tree_flatten(part.values)
-            for w, *row in zip(part.work, *leaves, strict=True):
-                alone = [leaf.clone() for leaf in row]  # a view would keep the whole stack until the last one is due
-                self.ready[w.client] = (pytree.tree_unflatten(alone, form), part.samples, part.gradients)
+        for part in self.engine.run(list(missing.values()), iteration=0):  # never traced: few stacks have one size
+            for j, w in enumerate(part.work):
+                self.ready[w.client] = (row(part.values, j), part.samples, part.gradients)
                 self.pending.pop(w.client, None)
 
     def _accept(self, work: list[Assignment], values: Values, replies: Replies) -> None:
