@@ -59,7 +59,7 @@ def play(fed: fb.SimulatedFederation, iterations: Iterable[int], count: int = 2,
             seen.append(str(error))
             continue
         seen.append((fed.now, r.idle, r.refused, [(*reply[:5], reply.values) for reply in r]))
-    return [*seen, fed.records()]
+    return seen
 
 
 def conditions(**changes: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def test_stack_loop_and_any_number_ahead_agree(changes: dict[str, Any], monkeypa
     def run(ahead: int = simulated.AHEAD, seed: int = 3, **options: Any) -> Any:
         monkeypatch.setattr(simulated, "AHEAD", ahead)
         fed = federation([4, 4, 5, 4, 4, 5], environment=conditions(**changes), seed=seed, **options)
-        return play(fed, range(10)), fed.ledger
+        return [*play(fed, range(10)), fed.records()], fed.ledger
 
     whole, ledger = run()
     close(run()[0], whole, 0.0)
@@ -463,16 +463,17 @@ def test_a_restart_at_any_moment_changes_no_bit(seed: int, cut: int, phase: str,
     whole, stopped, resumed = fresh(), fresh(), fresh()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated, "AHEAD", ahead)
-        seen = play(whole, range(10), phase=phase)[cut:-1]
+        seen = play(whole, range(10), phase=phase)[cut:]
         play(stopped, range(cut), phase=phase)
         if moment == "in flight":
             stopped.ledger.iterations = cut
             post(stopped, [i for i in range(6) if i not in stopped.flying], float(cut), phase)
         resumed.restore(reload(stopped))
         for other in (stopped, resumed):
-            close(play(other, range(cut, 10), phase=phase)[:-1], seen, 0.0)
-            assert other.ledger == whole.ledger
+            close(play(other, range(cut, 10), phase=phase), seen, 0.0)
             close(other.snapshot(), whole.snapshot(), 0.0)
+            assert other.ledger == whole.ledger
+        assert stopped.records() == resumed.records() == whole.records()
 
 
 @pytest.mark.parametrize("lr_x", [0.05, lambda t: 0.05 / (1 + t)])
@@ -490,6 +491,23 @@ def test_a_run_without_a_barrier_goes_on_with_the_same_bits(lr_x: Any, tmp_path:
     assert all(map(torch.equal, tensors((resumed.x, resumed.y)), tensors((whole.x, whole.y))))
     assert [m["virtual_s"] for m in resumed.history] == [m["virtual_s"] for m in whole.history]
     assert whole.history[-1]["staleness"] >= 1
+
+
+def test_after_a_restart_the_same_tasks_can_be_stacked() -> None:
+    """Stacks round differently: tasks of one iteration share its settings again, those of others do not."""
+    task = fb.tasks.load("quadratic", clients=6)
+    environment = fb.Environment(delay=LogNormal())
+    runs = [
+        Run(fb.SimulatedFederation(task.problem, task.clients, Async(lr_x=lambda t: 0.1 / (t + 1)), environment), {})
+        for _ in range(2)
+    ]
+    for _ in range(3):
+        runs[0].advance()
+    runs[1].fed.restore(reload(runs[0].fed))
+    kinds = [{i: id(w.exchange.settings) for i, w in run.fed.flying.items()} for run in runs]
+    assert 1 < len(set(kinds[0].values())) < 6
+    same = [{(i, j): kind[i] == kind[j] for i in kind for j in kind} for kind in kinds]
+    assert same[0] == same[1]
 
 
 def test_an_interrupted_iteration_leaves_no_trace() -> None:
