@@ -37,14 +37,19 @@ KEYS = fold_in(root(1, "test"), torch.arange(20_000))
 EVERYTHING = Faults(drop=0.2, duplicate=0.3, corrupt=0.2, leave=0.2, away_s=3.0)
 
 
+def message(clients: Sequence[int], own: float, phase: str) -> dict[str, Any]:
+    """`own`, to everyone or to each: a probe replies with the product of the two."""
+    if phase == "probe":
+        return {"each": [{"own": 1.0}] * len(clients), "scale": own}
+    return {"each": [{"own": own}] * len(clients)}
+
+
 def post(fed: fb.SimulatedFederation, clients: Sequence[int], own: float, phase: str = "probe") -> None:
-    shared = {"scale": 1.0} if phase == "probe" else {}
-    fed.post(phase, clients, each=[{"own": own}] * len(clients), **shared)
+    fed.post(phase, clients, **message(clients, own, phase))
 
 
 def ask(fed: fb.SimulatedFederation, clients: Sequence[int], own: float, phase: str = "probe") -> Any:
-    shared = {"scale": 1.0} if phase == "probe" else {}
-    return fed.ask(phase, clients, each=[{"own": own}] * len(clients), **shared)
+    return fed.ask(phase, clients, **message(clients, own, phase))
 
 
 def play(fed: fb.SimulatedFederation, iterations: Iterable[int], count: int = 2, phase: str = "probe") -> list[Any]:
@@ -170,7 +175,7 @@ def test_tasks_under_way_run_as_one_stack(monkeypatch: Any) -> None:
     run = fed.engine.run
 
     def spy(work: Any, **options: Any) -> Any:
-        stacks.append([w.each["own"] for w in work])
+        stacks.append([w.exchange.shared["scale"] for w in work])
         return run(work, **options)
 
     monkeypatch.setattr(fed.engine, "run", spy)
@@ -182,7 +187,7 @@ def test_tasks_under_way_run_as_one_stack(monkeypatch: Any) -> None:
 
 def test_messages_of_another_form_are_not_stacked() -> None:
     fed = federation()
-    fed.post("probe", [0], scale=1.0, own=torch.tensor(2.0, dtype=torch.float64))
+    fed.post("probe", [0], scale=2.0, each=[{"own": 1.0}], more=torch.zeros(2))
     post(fed, [1, 2], 3.0)
     assert [float(reply.values["own"]) for reply in fed.collect(3)] == [2, 3, 3]
 
@@ -434,8 +439,13 @@ def test_who_is_busy_or_away_is_not_sampled() -> None:
     fed.free_at = {client: 10.0 + client for client in range(7)}
     assert sorted(fed.sample()) == [0, 7], "time passes until two are there"
     assert fed.now == 10.0
-    fed.free_at = {}
-    assert len(fed.sample()) == 2
+    cohorts = []
+    for _ in range(200):  # everyone is back at the same moment
+        fed.free_at = dict.fromkeys(range(8), fed.now + 1)
+        cohorts += fed.sample()
+    counts = torch.bincount(torch.tensor(cohorts), minlength=8).double()
+    assert fed.now == 210.0
+    assert float(((counts - 50) ** 2 / 50).sum()) < 24.4  # chi-square, 7 degrees of freedom, p = .001
 
 
 # Going on
