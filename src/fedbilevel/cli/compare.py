@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tomli_w
 from rich.console import Console
@@ -21,7 +21,7 @@ from fedbilevel import report
 from fedbilevel.cli.progress import describe
 from fedbilevel.runs import folder as folders
 from fedbilevel.runs.config import Config
-from fedbilevel.runs.record import check_same, holds_run, replace, without_none
+from fedbilevel.runs.record import EXTENSIBLE, check_same, holds_run, replace, without_none
 
 POLL = 0.2  # seconds
 
@@ -45,6 +45,8 @@ main()
 class Comparison:
     """The members of a comparison, by their folders below `folder`."""
 
+    extensible: ClassVar[tuple[str, ...]] = EXTENSIBLE
+
     def __init__(
         self, folder: Path, members: dict[str, Config], data_dir: Path | None, resume: bool, jobs: int
     ) -> None:
@@ -54,7 +56,7 @@ class Comparison:
                 f"{folder} holds such runs already; go on with --resume or give another folder with --out"
             )
         for name in taken:
-            check_same(folder / name, members[name].table)
+            check_same(folder / name, members[name].table, self.extensible)
         self.folder, self.members, self.data_dir, self.jobs = folder, members, data_dir, jobs
         self.waiting = [name for name in members if not self._finished(name)]
         self.running: dict[str, subprocess.Popen[bytes]] = {}
