@@ -23,7 +23,6 @@ from fedbilevel.runs import folder as folders
 from fedbilevel.runs.config import Config
 from fedbilevel.runs.record import check_same, holds_run, replace, without_none
 
-STARTUP = 4
 REACH = 10.0  # scales lie between 1 / REACH and REACH
 
 
@@ -89,28 +88,34 @@ class Tuning(Comparison):
         k = next(k for k in range(len(known) + 1) if f"{method}/trial-{k}" not in known)
         if k >= self.trials or not known <= self.ended.keys():
             return
-        ended = [trial for trial in _trials(self.folder / method) if trial.status in ("completed", "diverged")]
-        if k and not ended:
+        before = [t for t in _trials(self.folder / method) if t.number < k and t.status in ("completed", "diverged")]
+        if k and not before:
             return  # its own settings have failed: nothing is known to go on from
         config = self.methods[method]
-        scales = self._draw([t for t in ended if t.number < k], config.experiment.seed, k) if k else Scales()
+        scales = self._draw(before, config.experiment.seed, k) if k else Scales()
         self.members[f"{method}/trial-{k}"] = _member(config, scales)
         self.waiting.append(f"{method}/trial-{k}")
 
     def _draw(self, before: Sequence[Trial], seed: int, k: int) -> Scales:
-        """The next scales, by expected improvement under a Gaussian process."""
+        """The scales that promise most under a Gaussian process of the loss.
+
+        A diverged trial counts as the worst of the others. Losses are cut off as far above their median as the best is
+        below it: one huge loss would make all others look alike.
+        """
         optuna = self.optuna
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        space = dict.fromkeys(Scales._fields, optuna.distributions.FloatDistribution(1 / REACH, REACH, log=True))
         worst = max((trial.loss for trial in before if math.isfinite(trial.loss)), default=0.0)
+        losses = sorted(min(trial.loss, worst) for trial in before)
+        cap = 2 * losses[len(losses) // 2] - losses[0]
+        space = dict.fromkeys(Scales._fields, optuna.distributions.FloatDistribution(1 / REACH, REACH, log=True))
         history = [
-            optuna.trial.create_trial(params=t.scales._asdict(), distributions=space, value=min(t.loss, worst))
+            optuna.trial.create_trial(params=t.scales._asdict(), distributions=space, value=min(t.loss, cap))
             for t in before
         ]
         number = int(rng.integers(rng.fold_in(rng.root(seed, "tune"), k), 0, 2**32 - 1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study = optuna.create_study(sampler=optuna.samplers.GPSampler(seed=number, n_startup_trials=STARTUP))
+            study = optuna.create_study(sampler=optuna.samplers.GPSampler(seed=number, n_startup_trials=1))
             study.add_trials(history)
             drawn = study.ask(space).params
         return Scales(**{level: _round(scale, 3) for level, scale in drawn.items()})
