@@ -135,7 +135,9 @@ def test_a_draw_depends_on_seed_number_and_history_alone(file: Path, tmp_path: P
     assert states[2] == random.getstate()
     torch.rand(3), np.random.rand(3), random.random()
     assert search._draw(history, 5, 4) == first
-    others = [search._draw(history[:1], seed, k) for seed, k in ((5, 1), (6, 1), (5, 2), (5, 3))]
+    keys = [(5, 1), (6, 1), (7, 1), (5, 2), (5, 3)]
+    others = [search._draw(history[:1], seed, k) for seed, k in keys]
+    assert others == [search._draw(history[:1], seed, k) for seed, k in keys]
     assert len(set(others)) > 1
     others.append(search._draw([*history[:3], trial(3, 2, 2, 4.0)], 5, 4))
     assert others[-1] != first
@@ -258,7 +260,8 @@ def test_interrupted_and_resumed_a_search_ends_the_same(file: Path, tmp_path: Pa
             raise KeyboardInterrupt
 
     here.setattr(Here, "before", staticmethod(interrupt))
-    assert call(*command, tmp_path / "out", "--trials", 3) == (130, "", "")
+    assert call(*command, tmp_path / "out", "--trials", 4) == (130, "", "")
+    assert not (tmp_path / "out" / "simfbo" / "trial-3").exists()  # nothing is begun any more
     assert not (tmp_path / "out" / "tuned.toml").exists()
     here.setattr(Here, "before", staticmethod(lambda name: None))
     assert call(*command, tmp_path / "out", "--trials", 3) == (0, "", "")

@@ -153,12 +153,17 @@ class Comparison:
         if as_json:
             print(json.dumps({"ranked": [_row(row) for row in rows], "failed": failed}))
         elif not quiet:
-            (Console() if sys.stdout.isatty() else Console(width=140)).print(_ranking(rows))
+            show(_ranking(rows))
             for name, status in failed.items():
                 print(f"{name} {status}")
             if finished:
                 print(f"report: {self.folder / 'report.html'}")
         return 2 if failed else 0
+
+
+def show(table: Table) -> None:
+    """Print a table, wide enough when nobody watches."""
+    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
 
 
 def _ranking(rows: list[report.Row]) -> Table:

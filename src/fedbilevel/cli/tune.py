@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fedbilevel import rng
-from fedbilevel.cli.compare import Comparison
+from fedbilevel.cli.compare import Comparison, show
 from fedbilevel.cli.track import optional
 from fedbilevel.runs import config as configs
 from fedbilevel.runs import folder as folders
@@ -76,7 +74,7 @@ class Tuning(Comparison):
                 begun[f"{name}/trial-{k}"] = _member(config, scales)
         super().__init__(folder, begun, data_dir, resume, jobs)
         for path in filter(holds_run, folder.glob("*/trial-0")):
-            if path.parent.name not in methods:  # tuned.toml will hold it too
+            if path.parent.name not in methods:  # tuned.toml holds it too
                 check_same(path, config.table, but=("algorithm", "environment", "runtime"))
         for name in methods:
             self._follow(name)
@@ -132,7 +130,7 @@ class Tuning(Comparison):
         if as_json:
             print(json.dumps({"trials": rows, "tuned": str(file) if best else None}))
         elif not quiet:
-            (Console() if sys.stdout.isatty() else Console(width=140)).print(_listing(rows))
+            show(_listing(rows))
             if best:
                 print(f"tuned: {file}")
         if any(status.startswith("failed") for status in self.ended.values()):
