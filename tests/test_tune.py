@@ -145,6 +145,16 @@ def test_a_draw_depends_on_seed_number_and_history_alone(file: Path, tmp_path: P
     assert all(0.1 <= scale <= 10 for scales in (first, *others, nothing) for scale in scales)
 
 
+def test_no_trial_is_made_twice(file: Path, tmp_path: Path) -> None:
+    """A run repeats to the bit; after these seven trials of la-asfbo the process asks for the best one again."""
+    place, table = configs.read(str(file))
+    search = Tuning(tmp_path, {"simfbo": configs.resolve(place, table)}, 8, {}, None, False, 1)
+    losses = {(1, 1): 0.760, (0.1, 10): 0.521, (0.1, 3.46): 0.740, (3.21, 10): 0.764, (10, 0.1): 0.364}
+    losses |= {(1.86, 0.1): 0.757, (10, 0.239): 0.427}
+    drawn = search._draw([trial(k, *scales, loss) for k, (scales, loss) in enumerate(losses.items())], 0, 7)
+    assert drawn not in losses
+
+
 # What is left behind
 
 

@@ -111,12 +111,17 @@ class Tuning(Comparison):
             for t in before
         ]
         number = int(rng.integers(rng.fold_in(rng.root(seed, "tune"), k), 0, 2**32 - 1))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study = optuna.create_study(sampler=optuna.samplers.GPSampler(seed=number, n_startup_trials=1))
-            study.add_trials(history)
-            drawn = study.ask(space).params
-        return Scales(**{level: _round(scale, 3) for level, scale in drawn.items()})
+        samplers = optuna.samplers
+        for sampler in (samplers.GPSampler(seed=number, n_startup_trials=1), samplers.RandomSampler(seed=number)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study = optuna.create_study(sampler=sampler)
+                study.add_trials(history)
+                drawn = study.ask(space).params
+            scales = Scales(**{level: _round(scale, 3) for level, scale in drawn.items()})
+            if scales not in [t.scales for t in before]:  # they would give the same run again: any others tell more
+                break
+        return scales
 
     def _report(self, quiet: bool, as_json: bool) -> int:
         """The table of all trials in the folder, whichever call they are from, and tuned.toml from the best."""
