@@ -6,7 +6,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -277,5 +277,7 @@ def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """A dataclass as a table; a schedule is told, not stored."""
-    return {key: repr(value) if callable(value) else value for key, value in vars(settings).items()}
+    """A dataclass as a table; a schedule or a delay is told, not stored."""
+    return {
+        key: repr(value) if callable(value) or is_dataclass(value) else value for key, value in vars(settings).items()
+    }

@@ -67,6 +67,20 @@ def simfbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
+def afbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client, no delay and K = 1: the mean of the directions along the local path."""
+    x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        lx, ly, lz, path = x, y, z, []
+        for _ in range(steps):
+            path.append(directions(m, lx, ly, lz))
+            dx, dy, dz = path[-1]
+            lx, ly, lz = lx - h["lr_x"] * dx, ly - h["lr_y"] * dy, lz - h["lr_z"] * dz
+        hx, hy, hz = (torch.stack(d).mean(0) for d in zip(*path, strict=True))
+        x, y, z = x - h["server_lr_x"] * hx, y - h["server_lr_y"] * hy, ball(z - h["server_lr_z"] * hz, h["radius"])
+    return x, y
+
+
 def adaptive(storm: bool) -> Centralised:
     def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
         server = [torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])]
@@ -354,6 +368,7 @@ CASES = {
     "shrofbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
     "asfbo": Case(_ADAPTIVE, adaptive(storm=False), one_round(lambda tau: tau)),
     "la-asfbo": Case(_ADAPTIVE, adaptive(storm=True), one_round(lambda tau: 2 * tau - 1)),
+    "afbo": Case(_SINGLE_LOOP, afbo, one_round(lambda tau: tau)),
     "fednest": Case(_NESTED, fednest, fednest_cost, rounds=32 * 80),
     "lfednest": Case(
         _NESTED | {"neumann_steps": 5}, lfednest, lfednest_cost, rounds=3 * 100, goal=mean_of_local_hypergradients

@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -114,6 +116,15 @@ class SimulatedFederation:
         key = fold_in(root(self.seed, "server"), self.draws)
         self.draws += 1
         return int(integers(key, 0, count - 1))
+
+    @contextmanager
+    def uncharged(self) -> Iterator[None]:
+        ledger, free_at = self.ledger, self.free_at
+        self.ledger, self.free_at = deepcopy(ledger), dict(free_at)
+        try:
+            yield
+        finally:
+            self.ledger, self.free_at = ledger, free_at
 
     def record(self, **values: float | Tensor) -> None:
         for name, value in values.items():
