@@ -81,4 +81,6 @@ def _model(
         return nets.mlp(int(torch.Size(shape).numel()), hidden, classes, seed, dropout)
     if dropout:
         raise ValueError(f"dropout is {dropout}; it is for model 'mlp'")
+    if len(shape) != 3:
+        raise ValueError("model is 'cnn', which needs images; for other data it must be 'mlp'")
     return nets.lenet(shape[0], shape[1], classes, seed, head_layers)
