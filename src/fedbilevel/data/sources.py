@@ -55,7 +55,8 @@ def read_breast_cancer() -> tuple[Labelled, Labelled]:
     """The 569 tumours of 30 measurements inside scikit-learn (Wolberg et al. 1995): 0 malignant, 1 benign."""
     from sklearn.datasets import load_breast_cancer
 
-    return _table(*load_breast_cancer(return_X_y=True), measured=30)
+    features, labels = load_breast_cancer(return_X_y=True)
+    return _table(features, labels, measured=features.shape[1])
 
 
 def read_covertype(folder: Path) -> tuple[Labelled, Labelled]:

@@ -55,7 +55,7 @@ def deal(
     test_samples: int | None,
     seed: int,
 ) -> Dealt:
-    """A data set, dealt by a named partition and split by client; `samples` and `test_samples` keep only the first so many."""
+    """A data set, dealt by the partition of that name; `samples` and `test_samples` keep the first so many."""
     source = load(data, data_dir)
     for name, count in (("samples", samples), ("test_samples", test_samples)):
         if count is not None:

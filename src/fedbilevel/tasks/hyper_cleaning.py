@@ -63,8 +63,8 @@ def hyper_cleaning(
     given, corrupted = corrupt(dealt.labels[train], dealt.classes, noise, seed)
     numbers = torch.arange(len(train)).split([len(part) for part, _ in dealt.splits])
     built = [
-        ClientData(train=(plain.train[0], given[number], number), val=plain.val)
-        for plain, number in zip(dealt.clients(), numbers, strict=True)
+        ClientData(train=(dealt.inputs[part], given[number], number), val=(dealt.inputs[val], dealt.labels[val]))
+        for (part, val), number in zip(dealt.splits, numbers, strict=True)
     ]
 
     def scores(x: Tree, y: Tree, inputs: Tensor) -> Tensor:

@@ -58,9 +58,8 @@ def regularization(
         return upper(x, y, batch) + 0.5 * penalty + 0.5 * ridge * dot(y, y)
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
-        with torch.no_grad():
-            loss = upper(x, y, tuple(tensor.to(y["bias"].device) for tensor in dealt.test))
-        return {**dealt.accuracies(scores, x, y), "test_loss": float(loss)}
+        inputs, labels = (tensor.to(y["bias"].device) for tensor in dealt.test)
+        return {**dealt.accuracies(scores, x, y), "test_loss": float(upper(x, y, (inputs, labels)))}
 
     features = dealt.inputs[0].numel()
     y = {"weight": torch.zeros(features, dealt.classes), "bias": torch.zeros(dealt.classes)}
