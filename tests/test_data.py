@@ -255,7 +255,7 @@ def test_breast_cancer_is_standardised_and_split_by_class():
     raw, labels = load_breast_cancer(return_X_y=True)
     held = torch.cat([x, x_test]).double()
     raw = torch.from_numpy(raw)
-    for column in (0, 29):  # the same rows, moved and scaled, each with its label
+    for column in (0, 29):  # the same values, moved and scaled
         order, back = held[:, column].argsort(), raw[:, column].argsort()
         assert float(torch.corrcoef(torch.stack([held[order, column], raw[back, column]]))[0, 1]) > 1 - 1e-9
     assert int(torch.cat([y, y_test]).sum()) == labels.sum()
