@@ -124,7 +124,7 @@ def test_where_files_are_looked_for(root, cache, monkeypatch, tmp_path):
     [("mnist", "mnist/train"), ("cifar10", "cifar10/train"), ("covertype", "covtype/covtype.npz")],
 )
 def test_missing_files_say_where_was_looked_and_what_to_do(name, file, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("sklearn.datasets.fetch_covtype", no_network)
+    monkeypatch.setattr("socket.create_connection", no_network)
     folder = file.split("/")[0]
     with pytest.raises(FileNotFoundError) as error:
         data.load(name, tmp_path / "elsewhere")

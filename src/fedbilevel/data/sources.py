@@ -5,6 +5,7 @@ import io
 import math
 import os
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -207,8 +208,9 @@ def _write_cifar10(rows: Rows, folder: Path) -> None:
 def _fetch_covertype() -> tuple[NDArray[Any], NDArray[Any]]:
     from sklearn.datasets import fetch_covtype
 
-    with tempfile.TemporaryDirectory() as unused:  # a cache of its own, larger than the file we write
-        return fetch_covtype(data_home=unused, return_X_y=True, n_retries=0)  # type: ignore[no-any-return]
+    with tempfile.TemporaryDirectory() as unused, warnings.catch_warnings():  # its own cache is larger than our file
+        warnings.simplefilter("ignore", UserWarning)  # that it tries again
+        return fetch_covtype(data_home=unused, return_X_y=True, n_retries=1, delay=0.1)  # type: ignore[no-any-return]
 
 
 def _write_covertype(arrays: tuple[NDArray[Any], NDArray[Any]], folder: Path) -> None:
