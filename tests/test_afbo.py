@@ -111,7 +111,7 @@ def test_the_printed_estimator_loses_the_indirect_term(task: Any) -> None:
     def p(A: Tensor, v: Tensor) -> Tensor:
         return 6 * torch.linalg.matrix_power(torch.eye(4) - A, 6) @ v
 
-    torch.testing.assert_close(found["printed"].state.x["x"], fixed_point(task, p), rtol=0, atol=1e-3)
+    torch.testing.assert_close(found["printed"].state.x["x"], fixed_point(task, p), rtol=0, atol=1e-2)
     assert gap(task, found["printed"]) > 0.3
     assert gap(task, found["random-truncation"]) < 0.5 * gap(task, found["printed"])
 

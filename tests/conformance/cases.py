@@ -81,6 +81,19 @@ def afbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
     return x, y
 
 
+def afl(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client: the mean of its own directions along the local path."""
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        lx, ly, path = x, y, []
+        for _ in range(steps):
+            path.append(local_gradients(m, h | {"neumann_steps": h["neumann_steps"] + 1}, lx, ly))
+            lx, ly = lx - h["lr_x"] * path[-1][0], ly - h["lr_y"] * path[-1][1]
+        hx, hy = (torch.stack(d).mean(0) for d in zip(*path, strict=True))
+        x, y = x - h["server_lr_x"] * hx, y - h["server_lr_y"] * hy
+    return x, y
+
+
 def adaptive(storm: bool) -> Centralised:
     def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
         server = [torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])]
@@ -369,6 +382,13 @@ CASES = {
     "asfbo": Case(_ADAPTIVE, adaptive(storm=False), one_round(lambda tau: tau)),
     "la-asfbo": Case(_ADAPTIVE, adaptive(storm=True), one_round(lambda tau: 2 * tau - 1)),
     "afbo": Case(_SINGLE_LOOP, afbo, one_round(lambda tau: tau)),
+    "afl": Case(
+        {"lr_x": 0.1, "lr_y": 0.5, "server_lr_x": 0.1, "server_lr_y": 0.5, "neumann_lr": 1.0, "neumann_steps": 5},
+        afl,
+        lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), (1 + 2 * 5 + 1 + 2 + 1) * sum(steps)),
+        rounds=200,
+        goal=mean_of_local_hypergradients,
+    ),
     "fednest": Case(_NESTED, fednest, fednest_cost, rounds=32 * 80),
     "lfednest": Case(
         _NESTED | {"neumann_steps": 5}, lfednest, lfednest_cost, rounds=3 * 100, goal=mean_of_local_hypergradients
