@@ -98,7 +98,8 @@ class FedNest(_Nested):
         x_i <- x_i - lr_x (h - grad_x f_i(x, y) + grad_x f_i(x_i, y));   then x <- x + mean (x_i - x).
 
     Departures from print: the Neumann sum is deterministic by default; clients send displacements. A new cohort is
-    drawn for every lower round, for every factor of p, and for the steps on x.
+    drawn for every lower round, for v, for every factor of p, and for h with the steps on x: with one cohort for v and
+    h their product would be biased.
 
     `compat="reference"` does what the published code does, which is not the published algorithm: each client multiplies
     by its own Hessian only, and the server averages the proposals of all factors so far, so that
@@ -135,7 +136,7 @@ class FedNest(_Nested):
     def iterate(self, s: State, fed: Federation) -> State:
         x, y = s.x, self.inner(s.x, s.y, fed)
         S = fed.sample()
-        v = fed.ask("start", S, x=x, y=y).mean("v")
+        v = fed.ask("start", S if self.compat else fed.sample(), x=x, y=y).mean("v")
         p = self.reference_product(x, y, v, S, fed) if self.compat else self.inverse_product(x, y, v, fed)
         h = fed.ask("hypergradient", S, x=x, y=y, p=p).mean("h")
         x = x + fed.ask("upper_round", S, x=x, y=y, h=h).mean("dx")
