@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from fedbilevel import checks
 from fedbilevel.rng import fold_in, integers, normal, uniform
 
 
+@runtime_checkable
 class Delay(Protocol):
     def seconds(self, keys: Tensor, clients: Sequence[int]) -> list[float]:
         """One duration a client, one key each."""
@@ -76,30 +76,39 @@ class Trace:
 
     path: str
 
+    def __post_init__(self) -> None:
+        self.rows  # noqa: B018  (a wrong file is refused at once)
+
     @cached_property
-    def rows(self) -> dict[int | None, list[float]]:
-        rows: dict[int | None, list[float]] = defaultdict(list)
-        with Path(self.path).open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(csv.reader(file), start=1):
-                try:
-                    *client, seconds = row
-                    rows[int(client[0]) if client else None].append(checks.positive("seconds", float(seconds)))
-                except (ValueError, IndexError):
-                    raise ValueError(
-                        f"{self.path}, line {number} is {','.join(row)!r}; it must be seconds, or client,seconds"
-                    ) from None
+    def rows(self) -> dict[int, list[float]]:
+        """The durations of each client; those of -1 are of clients that have none of their own."""
+        rows: dict[int, list[float]] = defaultdict(list)
+        try:
+            text = Path(self.path).read_text("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{self.path} is not UTF-8 text; it must hold a duration a line") from None
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                *client, seconds = line.split(",")
+                place = checks.integer("client", int(",".join(client)), least=0) if client else -1
+                rows[place].append(checks.positive("seconds", float(seconds)))
+            except ValueError:
+                raise ValueError(
+                    f"{self.path}, line {number} is {line!r:.100}; it must be seconds, or client,seconds"
+                ) from None
         if not rows:
             raise ValueError(f"{self.path} is empty; it must hold a duration a line")
         return dict(rows)
 
-    def seconds(self, keys: Tensor, clients: Sequence[int]) -> list[float]:
-        found = []
-        for key, client in zip(keys, clients, strict=True):
-            own = self.rows.get(client) or self.rows.get(None)
-            if own is None:
+    def check(self, clients: int) -> None:
+        for client in range(clients if -1 not in self.rows else 0):
+            if client not in self.rows:
                 raise ValueError(f"{self.path} holds no duration of client {client}")
-            found.append(own[int(integers(key, 0, len(own) - 1))])
-        return found
+
+    def seconds(self, keys: Tensor, clients: Sequence[int]) -> list[float]:
+        own = [self.rows.get(client) or self.rows[-1] for client in clients]
+        drawn = integers(keys, 0, torch.tensor([len(rows) - 1 for rows in own]))
+        return [rows[place] for rows, place in zip(own, drawn.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -119,9 +128,9 @@ class Stragglers:
 class Faults:
     """What goes wrong, as probabilities a task.
 
-    drop: the reply is never sent; the server learns of it when it would have come. duplicate: it is sent twice, and the
-    second is refused. corrupt: it is nonsense (not finite, or of another shape) and refused. leave: after the task the
-    client is away for `away_s` virtual seconds; what it is sent in the meantime it begins when it is back.
+    drop: the reply is lost on the way; the server learns of it when it would have come. duplicate: it is sent twice,
+    and the second is refused. corrupt: it is nonsense (not finite, or of another shape) and refused. leave: after the
+    task the client is away for `away_s` virtual seconds; what it is sent in the meantime it begins when it is back.
     """
 
     drop: float = 0.0

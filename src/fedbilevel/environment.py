@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fedbilevel import checks
-from fedbilevel.delays import Delay, Faults, Stragglers
+from fedbilevel.delays import Delay, Faults, Stragglers, Trace
 from fedbilevel.rng import fold_in, integers
 
 
@@ -51,9 +51,14 @@ class Environment:
         if self.batch_size is not None:
             checks.integer("batch_size", self.batch_size, least=1)
         checks.integer("min_replies", self.min_replies, least=1)
-        for name in ("stragglers", "deadline"):
-            if getattr(self, name) is not None and self.delay is None:
-                raise ValueError(f"{name} is {getattr(self, name)} but delay is None; without delays there are none")
+        for name, kind in (("delay", Delay), ("stragglers", Stragglers), ("faults", Faults)):
+            if not isinstance(getattr(self, name), kind | None):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be one of fedbilevel.delays, or None")
+        for name, value in (("stragglers", self.stragglers), ("deadline", self.deadline)):
+            if value is not None and self.delay is None:
+                raise ValueError(f"{name} is {value} but delay is None; without delays there are none")
+        if self.faults and self.faults.leave and self.delay is None:
+            raise ValueError(f"faults.leave is {self.faults.leave} but delay is None; without delays no time passes")
         if self.deadline is not None:
             checks.positive("deadline", self.deadline)
 
@@ -67,6 +72,8 @@ class Environment:
             )
         if self.stragglers is not None and self.stragglers.clients > clients:
             raise ValueError(f"stragglers.clients is {self.stragglers.clients}; there are only {clients} clients")
+        if isinstance(self.delay, Trace):
+            self.delay.check(clients)
         if isinstance(self.local_steps, list) and len(self.local_steps) != clients:
             raise ValueError(f"local_steps is a list of {len(self.local_steps)} entries; there are {clients} clients")
 

@@ -70,7 +70,8 @@ class ClientData:
                 raise ValueError(f"{side} is empty; a client needs at least one sample on each side")
 
     def size(self, side: str) -> int:
-        return len(leaves(getattr(self, side))[0][1])
+        data = getattr(self, side)
+        return int(next(iter(data.values() if isinstance(data, dict) else data)).shape[0])
 
 
 @dataclass(frozen=True, eq=False)

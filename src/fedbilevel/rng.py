@@ -63,7 +63,7 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
     return radius * torch.cos(2 * torch.pi * uniform(fold_in(key, 1), shape, dtype))
 
 
-def integers(key: Tensor, low: int, high: int) -> Tensor:
+def integers(key: Tensor, low: int, high: int | Tensor) -> Tensor:
     """One integer in [low, high], both included, for each key."""
     return low + _shift(bits(key, 1)[..., 0], 1) % (high - low + 1)
 

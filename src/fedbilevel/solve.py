@@ -6,7 +6,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +153,13 @@ class Run:
         if not self.history:
             yield self._measure()
         while self.status == "completed" and not self._finished():
-            before, spent = self.fed.snapshot(), self.spent()
+            before, spent = self.fed.mark(), self.spent()
             try:
                 self.advance()
             except QuorumError as error:
                 self.status, self.reason = "diverged", str(error)
             except KeyboardInterrupt:
-                self.fed.restore(before)  # the iteration under way leaves no trace, so that going on repeats it
+                self.fed.back(before)  # the iteration under way leaves no trace, so that going on repeats it
                 self.status, self.reason = "interrupted", f"interrupted in round {self.fed.ledger.rounds + 1}"
                 return
             if self.status == "diverged" or self._finished() or self._due(spent):
@@ -277,7 +277,6 @@ def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """A dataclass as a table; a schedule or a delay is told, not stored."""
-    return {
-        key: repr(value) if callable(value) or is_dataclass(value) else value for key, value in vars(settings).items()
-    }
+    """A dataclass as a table; what is not plain (a schedule, a delay) is told, not stored."""
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return {key: value if isinstance(value, plain) else repr(value) for key, value in vars(settings).items()}

@@ -17,6 +17,8 @@ from fedbilevel.tree import Tree, is_finite
 
 log = logging.getLogger("fedbilevel")
 
+Values = dict[str, Any]  # a reply, or a stack of replies: trees and tensors, by name
+
 
 class ClientError(RuntimeError):
     """A client's own code failed; the message names the client, the phase and the round."""
@@ -28,7 +30,10 @@ class QuorumError(RuntimeError):
 
 @dataclass
 class Cost:
-    """What one phase has cost so far; `samples` counts what was drawn, `gradients` what was evaluated."""
+    """What one phase has cost so far; `samples` counts what was drawn, `gradients` what was evaluated.
+
+    Both count when a task ends. What was lost is computed, and counted, only where clients remember.
+    """
 
     rounds: int = 0
     bytes_up: int = 0
@@ -97,7 +102,10 @@ class Federation(Protocol):
         ...
 
     def sample(self) -> list[int]:
-        """The cohort of a round: distinct clients, drawn uniformly."""
+        """The cohort of a round: distinct clients, drawn uniformly among those that are neither busy nor away.
+
+        If there are fewer than `min_replies` of them, time passes until there are so many.
+        """
         ...
 
     def draw(self, count: int) -> int:
@@ -164,14 +172,14 @@ class Replies:
         stack = {**stack, "steps": torch.tensor([reply.steps for reply in replies], dtype=torch.float64)}
         sums = _weighted_sum(replies, stack)
         if not is_finite(sums):
-            keep = [j for j, reply in enumerate(replies) if self._check(reply.client, _row(stack, j))]
+            keep = [j for j, reply in enumerate(replies) if self._check(reply.client, row(stack, j))]
             if not keep:
                 return
             replies, stack = [replies[j] for j in keep], pytree.tree_map(lambda t: t[keep], stack)
             sums = _weighted_sum(replies, stack)
         self._sums = pytree.tree_map(torch.add, self._sums, sums) if self._sums else sums
         for j, reply in enumerate(replies):
-            self._replies.append(reply if self.summed else reply._replace(values=_row(stack, j)))
+            self._replies.append(reply if self.summed else reply._replace(values=row(stack, j)))
 
     def _check(self, client: int, values: Mapping[str, Any]) -> bool:
         wrong = [name for name, value in values.items() if not is_finite(value)]
@@ -208,5 +216,19 @@ def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, 
     return pytree.tree_map(total, stack)  # type: ignore[no-any-return]
 
 
-def _row(values: dict[str, Any], j: int) -> dict[str, Any]:
-    return pytree.tree_map(lambda t: t[j], values)  # type: ignore[no-any-return]
+def row(stack: Values, j: int) -> Values:
+    """The reply of one client; a copy, because a view would keep the whole stack for as long as someone holds it."""
+
+    def one(t: Tensor) -> Tensor:
+        return t[j].clone()
+
+    return {name: value.map(one) if isinstance(value, Tree) else one(value) for name, value in stack.items()}
+
+
+def join(rows: Sequence[Values]) -> Values:
+    """The other way round: the replies of several clients as a stack."""
+
+    def stack(*values: Any) -> Any:
+        return values[0].map(stack, *values[1:]) if isinstance(values[0], Tree) else torch.stack(values)
+
+    return {name: stack(*(values[name] for values in rows)) for name in rows[0]}

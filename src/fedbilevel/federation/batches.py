@@ -31,7 +31,7 @@ class Batches:
     ) -> None:
         self.clients, self.keys, self.sides, self.size = clients, keys, SIDES[sides], size
         self.draws, self.epochs, self.device = draws, epochs, device
-        self.samples = 0  # drawn so far, by all clients together
+        self.samples = 0  # drawn so far, by each client that is still active
         self._full: dict[str, Data] = {}
 
     def at(self, k: int, active: int) -> Any:
@@ -50,7 +50,7 @@ class Batches:
         if count == sizes[0]:
             if side not in self._full:
                 self._full[side] = self._gather(side, [slice(None)] * len(self.clients))
-            self.samples += count * active
+            self.samples += count
             return like(self._full[side], [stack[:active] for _, stack in leaves(self._full[side])])
         if self.epochs:
             epoch, place = divmod(k, -(-sizes[0] // count))
@@ -58,7 +58,7 @@ class Batches:
             chosen = order[:, place * count : (place + 1) * count]
         else:
             chosen = rows(fold_in(fold_in(keys, k), draw), sizes, count)
-        self.samples += chosen.numel()
+        self.samples += chosen.shape[1]
         return self._gather(side, list(chosen))
 
     def _gather(self, side: str, indices: Sequence[slice | Tensor]) -> Data:

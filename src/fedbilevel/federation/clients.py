@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import ClientError, Cost, Ledger, wrong
+from fedbilevel.federation.base import ClientError, wrong
 from fedbilevel.federation.batches import Batches, passes, shape
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase
@@ -36,6 +36,7 @@ class Exchange:
         self.phase, self.settings, self.shared = phase, settings, shared
         self.round, self.iteration = round_, iteration
         self.role: Phase = settings.phases[phase](settings)
+        self.form = _form(shared)
 
     def __str__(self) -> str:
         return f"phase {self.phase!r}, round {self.round}"
@@ -50,10 +51,18 @@ class Assignment(NamedTuple):
     client: int
     steps: int
     each: Mapping[str, Any]
-    key: Tensor
+    key: int
 
 
-Part = tuple[list[Assignment], dict[str, Any]]  # some tasks, and the stack of their replies
+class Part(NamedTuple):
+    """Some tasks, the stack of their replies, and what each of them took."""
+
+    work: list[Assignment]
+    values: dict[str, Any]
+    samples: int
+    gradients: int
+
+
 Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -96,16 +105,17 @@ class Clients:
             return [passes(self._data(exchange, i), self._batch_size(exchange), steps.passes) for i in clients]
         return [steps] * len(clients)
 
-    def run(self, work: list[Assignment], ledger: Ledger) -> Iterator[Part]:
+    def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
-        for turn in _turns(work) if work[0].exchange.role.remembers else [work]:
+        for turn in _turns(work):
             for chunk in self._chunks(turn):
-                for part, values in self._run(chunk, ledger.phase(work[0].exchange.phase)):
-                    if work[0].exchange.role.remembers:
-                        self._remember(part, values)
-                    if text := wrong(values, work[0].exchange.role.reply, self.problem, len(part)):
-                        raise TypeError(f"phase {work[0].exchange.phase!r} {text}")
-                    yield part, values
+                for part in self._run(chunk):
+                    exchange = part.work[0].exchange
+                    if exchange.role.remembers:
+                        self._remember(part)
+                    if text := wrong(part.values, exchange.role.reply, self.problem, len(part.work)):
+                        raise TypeError(f"phase {exchange.phase!r} {text}")
+                    yield part
 
     def _data(self, exchange: Exchange, client: int) -> ClientData:
         found = on_client(client, exchange, functools.partial(self.data.__getitem__, client))
@@ -117,29 +127,28 @@ class Clients:
     def _recall(self, w: Assignment) -> dict[str, Any]:
         return self.memories.get(w.client, {}) if w.exchange.role.remembers else {}
 
-    def _remember(self, work: list[Assignment], values: dict[str, Any]) -> None:
-        if "memory" not in values:
-            phase = work[0].exchange.phase
+    def _remember(self, part: Part) -> None:
+        if "memory" not in part.values:
+            phase = part.work[0].exchange.phase
             raise TypeError(f"phase {phase!r} remembers; its finish must return a memory beside its reply")
-        memory = values.pop("memory")
-        for j, w in enumerate(work):
+        memory = part.values.pop("memory")
+        for j, w in enumerate(part.work):
             self.memories.pop(w.client, None)
             if memory:
                 self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
 
     def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
-        groups: dict[Hashable, list[Assignment]] = defaultdict(list)
+        groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
         for w in work:
             role, data = w.exchange.role, self._data(w.exchange, w.client)
             form = shape(data, role.batch, self._batch_size(w.exchange), isinstance(role.steps, Epochs))
-            held = (dict(w.each), self._recall(w))
-            sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), held)
-            kind = repr((w.exchange.phase, form, repr(sent)))
-            groups[kind, id(w.exchange.settings)].append(w)  # a schedule gives every iteration settings of its own
-        for (kind, _), group in cast(dict[tuple[str, int], list[Assignment]], groups).items():
+            sent = (w.exchange.form, _form(dict(w.each)), _form(self._recall(w)))
+            # A schedule gives every iteration settings of its own.
+            groups[(w.exchange.phase, form, sent), id(w.exchange.settings)].append(w)
+        for (kind, _), group in groups.items():
             alone = self.mode == "loop" or len(group) == 1
-            size = 1 if alone else max(1, self.memory // self._footprint(kind, group))
+            size = 1 if alone else max(1, self.memory // self._footprint(repr(kind), group))
             group.sort(key=lambda w: -w.steps)
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
@@ -148,32 +157,32 @@ class Clients:
         if kind not in self.footprints:
             largest = max(group, key=lambda w: self.data[w.client].size("train") + self.data[w.client].size("val"))
             with _Allocations() as allocations:
-                self._alone(largest._replace(steps=min(2, largest.steps)), Cost())
+                self._alone(largest._replace(steps=min(2, largest.steps)))
             self.footprints[kind] = max(allocations.bytes, 1)
         return self.footprints[kind]
 
-    def _run(self, work: list[Assignment], cost: Cost) -> Iterable[Part]:
+    def _run(self, work: list[Assignment]) -> list[Part]:
         """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
         if len(work) == 1:
-            return self._alone(work[0], cost)
+            return self._alone(work[0])
         try:
-            return list(self._run_stack(work, stacked, cost))
+            return list(self._run_stack(work, stacked))
         except Exception as error:
             for w in work:
-                self._alone(w, Cost())
+                self._alone(w)
             raise ClientError(
                 f"{work[0].exchange}: every client runs by itself but not in a stack, because of "
                 f"{type(error).__name__}: {_first_line(error)} (mode='loop' runs them one by one)"
             ) from error
 
-    def _alone(self, w: Assignment, cost: Cost) -> list[Part]:
-        run = on_client(w.client, w.exchange, lambda: list(self._run_stack([w], _single, cost)))
+    def _alone(self, w: Assignment) -> list[Part]:
+        run = on_client(w.client, w.exchange, lambda: list(self._run_stack([w], _single)))
         return cast(list[Part], run)
 
-    def _run_stack(self, work: list[Assignment], lift: Lift, cost: Cost) -> Iterator[Part]:
+    def _run_stack(self, work: list[Assignment], lift: Lift) -> Iterator[Part]:
         """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
         exchange, role = work[0].exchange, work[0].exchange.role
-        data, keys = [self.data[w.client] for w in work], torch.stack([w.key for w in work])
+        data, keys = [self.data[w.client] for w in work], torch.tensor([w.key for w in work])
         batches = Batches(
             *(data, keys, role.batch, self._batch_size(exchange)),
             draws=role.draws,
@@ -189,28 +198,29 @@ class Clients:
         def stack(*values: Any) -> Tensor:
             return torch.stack([tensor(value) for value in values])
 
-        together = all(w.exchange is exchange for w in work)  # else every client was sent a message of its own
-        shared = exchange.shared if together else {}
-        own = [dict(w.each) if together else {**w.exchange.shared, **w.each} for w in work]
+        shared, own = exchange.shared, _stacked([dict(w.each) for w in work], stack)
+        places = {e: place for place, e in enumerate(dict.fromkeys(w.exchange for w in work))}
+        if len(places) > 1:  # not everyone was sent the same
+            sent, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
+            shared, own = {}, {**pytree.tree_map(lambda t: t[rows], sent), **own}
 
         def start(own: Any, memory: Any, steps: Tensor) -> Any:
             remembered = {"memory": memory} if role.remembers else {}
             return role.start(Message(**shared, **own, **remembered, steps=steps))
 
-        memory = pytree.tree_map(stack, *(self._recall(w) for w in work))
-        carry = lift(start)(pytree.tree_map(stack, *own), memory, steps)
-        active, done = len(work), []
+        carry = lift(start)(own, _stacked([self._recall(w) for w in work], stack), steps)
+        active, gradients, done = len(work), 0, []
         for k in range(work[0].steps):
             still = sum(w.steps > k for w in work)
             if still < active:
-                done.append((work[still:active], pytree.tree_map(lambda t, still=still: t[still:], carry)))
+                ended = pytree.tree_map(lambda t, still=still: t[still:], carry)
+                done.append((work[still:active], ended, batches.samples, gradients))
                 carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
                 active = still
-            carry, gradients = self._step(exchange, k == 0, carry, batches.at(k, active), lift)
-            cost.gradients += gradients * active
-        cost.samples += batches.samples
-        for part, final in [(work[:active], carry), *done]:
-            yield part, lift(role.finish)(final)
+            carry, more = self._step(exchange, k == 0, carry, batches.at(k, active), lift)
+            gradients += more
+        for part, final, *took in [(work[:active], carry, batches.samples, gradients), *done]:
+            yield Part(part, lift(role.finish)(final), *took)
 
     def _step(self, exchange: Exchange, first: bool, carry: Any, batch: Any, lift: Lift) -> tuple[Any, int]:
         """One step of a stack, and the gradient-equivalents each client spent on it.
@@ -258,13 +268,23 @@ def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
 
 
 def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
-    """Tasks of one client follow each other, because each may leave a memory for the next."""
+    """Where clients remember, their tasks follow each other: each may leave a memory for the next."""
     turns: dict[int, list[Assignment]] = defaultdict(list)
     before: Counter[int] = Counter()
     for w in work:
         turns[before[w.client]].append(w)
-        before[w.client] += 1
+        before[w.client] += w.exchange.role.remembers
     return turns.values()
+
+
+def _form(values: Mapping[str, Any]) -> str:
+    """What can be stacked has the same form."""
+    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), values)) if values else ""
+
+
+def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
+    """Values of one form as one, with a leading axis."""
+    return pytree.tree_map(stack, *values) if values[0] else {}
 
 
 def _first_line(error: BaseException) -> str:

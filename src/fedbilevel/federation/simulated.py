@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel import checks
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import Ledger, QuorumError, Replies, Reply, wrong
+from fedbilevel.federation.base import Ledger, QuorumError, Replies, Reply, Values, join, row, wrong
 from fedbilevel.federation.clients import Assignment, Clients, Exchange, on_client
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, integers, root, subset
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 AHEAD = 1024  # posted tasks that are evaluated together, because one of them is due
 
 Each = Sequence[Mapping[str, Any]] | None
-Values = dict[str, Any]
+Ready = tuple[Values, int, int]  # a reply, and the samples and gradients it took
 
 
 class Ending(NamedTuple):
@@ -40,6 +40,12 @@ class Ending(NamedTuple):
     copy: int
     client: int
     lost: bool
+
+
+KEPT = (
+    *("cohorts", "draws", "assignments", "recorded", "heard"),
+    *("flying", "pending", "ready", "endings", "free_at"),
+)
 
 
 class SimulatedFederation:
@@ -82,16 +88,15 @@ class SimulatedFederation:
         self.cohorts = 0
         self.draws = 0
         self.assignments = 0
-        self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by number
-        self.busy: set[int] = set()  # their clients
-        self.pending: dict[int, Assignment] = {}  # those of them that are not evaluated
-        self.ready: dict[int, Values] = {}  # the replies of the others, not yet due
+        self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
+        self.pending: dict[int, Assignment] = {}  # those of them that are yet to be evaluated
+        self.ready: dict[int, Ready] = {}  # what the others have computed
         self.endings: list[Ending] = []  # a heap
         self.free_at: dict[int, float] = {}  # when a client that is busy or away can begin the next task
         slow = self.environment.stragglers
         self.slow = frozenset(subset(root(self.seed, "stragglers"), len(clients), slow.clients) if slow else ())
-        self._records: dict[str, list[float]] = defaultdict(list)
-        self._heard: set[int] = set()
+        self.recorded: dict[str, tuple[float, int]] = {}  # sums (maxima) and counts
+        self.heard: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -104,13 +109,14 @@ class SimulatedFederation:
         key = fold_in(root(self.seed, "cohort"), self.cohorts)
         self.cohorts += 1
         size = self.environment.cohort(len(self))
-        self.free_at = {client: time for client, time in self.free_at.items() if time > self.now}
-        if not self.free_at:
+        self.free_at = away = {client: time for client, time in self.free_at.items() if time > self.now}
+        if not away:
             return subset(key, len(self), size)
-        if len(self.free_at) == len(self):  # everyone is away
-            self.ledger.virtual_s = min(self.free_at.values())
-        present = [client for client in range(len(self)) if self.free_at.get(client, 0.0) <= self.now]
-        return [present[place] for place in subset(key, len(present), size)]
+        if (absent := self.environment.min_replies - len(self) + len(away)) > 0:
+            self.ledger.virtual_s = sorted(away.values())[absent - 1]
+        some = subset(key, len(self), size + len(away))  # at a cost that does not depend on the number of clients
+        present = [client for client in some if away.get(client, 0.0) <= self.now]
+        return [present[place] for place in subset(fold_in(key, 1), len(present), size)]
 
     def draw(self, count: int) -> int:
         key = fold_in(root(self.seed, "server"), self.draws)
@@ -128,95 +134,98 @@ class SimulatedFederation:
 
     def record(self, **values: float | Tensor) -> None:
         for name, value in values.items():
-            self._records[name].append(float(value))
+            total, count = self.recorded.get(name, (0.0, 0))
+            largest = max(total, float(value)) if count else float(value)
+            self.recorded[name] = (largest if name.startswith("max_") else total + float(value), count + 1)
 
     def records(self) -> dict[str, float]:
         """What was recorded since the last call: the largest of what is called max_..., the means of the rest."""
-        means = {name: max(v) if name.startswith("max_") else sum(v) / len(v) for name, v in self._records.items()}
-        if self._heard:
-            means["participants"] = len(self._heard)
-        self._records.clear()
-        self._heard.clear()
-        return means
+        found = {
+            name: total if name.startswith("max_") else total / count for name, (total, count) in self.recorded.items()
+        }
+        if self.heard:
+            found["participants"] = len(self.heard)
+        self.recorded, self.heard = {}, set()
+        return found
+
+    def mark(self) -> dict[str, Any]:
+        """Everything but the state that the next iteration depends on or adds to, to go `back` to."""
+        kept = {name: copy(getattr(self, name)) for name in KEPT}
+        return {"ledger": asdict(self.ledger), **kept, **self.engine.snapshot()}
+
+    def back(self, mark: Mapping[str, Any]) -> None:
+        self.ledger = Ledger.load(mark["ledger"])
+        for name in KEPT:
+            setattr(self, name, copy(mark[name]))
+        self.engine.restore(mark)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything but the state that the next iteration depends on or adds to."""
+        """The same as plain values and tensors, for a file."""
         exchanges = list({id(w.exchange): w.exchange for w in self.flying.values()}.values())
         places = {id(exchange): place for place, exchange in enumerate(exchanges)}
         return {
-            "ledger": asdict(self.ledger),
-            "cohorts": self.cohorts,
-            "draws": self.draws,
-            "assignments": self.assignments,
+            **self.mark(),
             "exchanges": [(e.phase, dict(e.shared), e.round, e.iteration) for e in exchanges],
             "flying": [(places[id(w.exchange)], *w[1:5], dict(w.each), w.key) for w in self.flying.values()],
             "pending": list(self.pending),
-            "ready": dict(self.ready),
             "endings": [tuple(ending) for ending in self.endings],
-            "free_at": dict(self.free_at),
-            "records": {name: list(values) for name, values in self._records.items()},
-            "heard": sorted(self._heard),
-            **self.engine.snapshot(),
+            "heard": sorted(self.heard),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         def here(value: Any) -> Any:
             return pytree.tree_map(lambda t: t.to(self.device) if isinstance(t, Tensor) else t, value)
 
-        self.ledger = Ledger.load(snapshot["ledger"])
-        self.cohorts, self.draws, self.assignments = (snapshot[name] for name in ("cohorts", "draws", "assignments"))
+        settings = {iteration: self.algorithm.at(iteration) for *_, iteration in snapshot["exchanges"]}
         exchanges = [
-            Exchange(phase, self.algorithm.at(iteration), here(shared), round_, iteration)
+            Exchange(phase, settings[iteration], here(shared), round_, iteration)
             for phase, shared, round_, iteration in snapshot["exchanges"]
         ]
         work = [
             Assignment(exchanges[exchange], number, place, client, steps, here(each), key)
             for exchange, number, place, client, steps, each, key in snapshot["flying"]
         ]
-        self.flying, self.busy = {w.number: w for w in work}, {w.client for w in work}
-        self.pending = {number: self.flying[number] for number in snapshot["pending"]}
-        self.ready = {number: here(values) for number, values in snapshot["ready"].items()}
-        self.endings = [Ending(*ending) for ending in snapshot["endings"]]
-        self.free_at = dict(snapshot["free_at"])
-        self._records = defaultdict(list, {name: list(values) for name, values in snapshot["records"].items()})
-        self._heard = set(snapshot["heard"])
-        self.engine.restore(snapshot)
+        flying = {w.client: w for w in work}
+        self.back(
+            {
+                **snapshot,
+                "flying": flying,
+                "pending": {client: flying[client] for client in snapshot["pending"]},
+                "ready": here(snapshot["ready"]),
+                "endings": [Ending(*ending) for ending in snapshot["endings"]],
+                "heard": set(snapshot["heard"]),
+            }
+        )
 
     def ask(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> Replies:
-        self.ledger.phase(phase).rounds += 1
         exchange, work = self._assign(phase, clients, each, shared)
-        if exchange.role.remembers:  # what was posted before comes before
-            self._evaluate([w for w in self.pending.values() if w.client in clients])
+        self.ledger.phase(phase).rounds += 1
         replies = Replies(phase, str(exchange), exchange.role.summed)
-        endings = self._send(work)
+        endings = self._send(work, self.now + (self.environment.deadline or float("inf")))
         lost = {ending.number for ending in endings if ending.lost}
-        kept = [w for w in work if w.number not in lost]
-        for part, values in self.engine.run(kept, self.ledger) if kept else ():
-            self._accept(part, values, replies)
+        if exchange.role.remembers:  # what was posted before comes before
+            self._evaluate([w for w in map(self.pending.get, clients) if w])
+        for part in self.engine.run(_computed(work, lost)):
+            self._count(phase, len(part.work) * part.samples, len(part.work) * part.gradients)
+            kept = [j for j, w in enumerate(part.work) if w.number not in lost]
+            self._accept(*_chosen(part.work, part.values, kept), replies)
         for ending in sorted(endings):
             self._end(ending, replies)
-        self.ledger.refused_replies += len(replies.refused)
-        needed = min(self.environment.min_replies, len(work))
-        if len(replies) < needed:
-            why = f" ({replies.refused[0]})" if replies.refused else ""
-            raise QuorumError(
-                f"{exchange}: {len(replies)} of {len(work)} replies were accepted, at least {needed} needed{why}"
-            )
+        self._settle(replies, len(work))
         return replies
 
     def post(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> None:
         for client, times in Counter(clients).items():
-            if client in self.busy or times > 1:
+            if client in self.flying or times > 1:
                 raise RuntimeError(f"client {client} would have two tasks in flight; it can have one at a time")
         for other in itertools.islice(self.flying.values(), 1):
             if other.exchange.phase != phase:
                 raise RuntimeError(f"phase {phase!r} must wait: tasks of {other.exchange.phase!r} are in flight")
         _, work = self._assign(phase, clients, each, shared)
-        self.flying |= {w.number: w for w in work}
-        self.busy |= {w.client for w in work}
-        endings = self._send(work)
+        endings = self._send(work, float("inf"))
         lost = {ending.number for ending in endings if ending.lost}
-        self.pending |= {w.number: w for w in work if w.number not in lost}
+        self.flying |= {w.client: w for w in work}
+        self.pending |= {w.client: w for w in _computed(work, lost)}
         for ending in endings:
             heapq.heappush(self.endings, ending)
 
@@ -224,6 +233,7 @@ class SimulatedFederation:
         if not self.flying:
             raise RuntimeError("nothing is in flight, so nothing can be collected; post a task first")
         count = self.environment.cohort(len(self)) if count is None else checks.integer("count", count, least=1)
+        possible = min(count, len(self.flying))
         first = next(iter(self.flying.values())).exchange
         self.ledger.phase(first.phase).rounds += 1
         replies = Replies(first.phase, f"phase {first.phase!r}, round {self.ledger.rounds}", first.role.summed)
@@ -232,18 +242,19 @@ class SimulatedFederation:
             while self.endings and len(replies) + len(arrived) < count:
                 ending = heapq.heappop(self.endings)
                 self._end(ending, replies)
-                if not ending.copy:
-                    w = self.flying.pop(ending.number)
-                    self.busy.remove(w.client)
-                    arrived += [] if ending.lost else [w._replace(place=len(replies) + len(arrived))]
-            self._evaluate(arrived)
-            rows = [self.ready.pop(w.number) for w in arrived]
-            if rows:
-                self._accept(arrived, pytree.tree_map(lambda *row: torch.stack(row), *rows), replies)
-        self.ledger.refused_replies += len(replies.refused)
+                if ending.copy:
+                    continue
+                w = self.flying.pop(ending.client)
+                if not ending.lost:
+                    arrived.append(w._replace(place=len(replies.idle) - 1))
+                elif w.exchange.role.remembers:
+                    self._take([w])
+            if arrived:
+                self._accept(arrived, self._take(arrived), replies)
+        self._settle(replies, possible)
         if staleness := [reply.staleness for reply in replies]:
             self.record(staleness=sum(staleness) / len(staleness), max_staleness=max(staleness))
-            self._heard |= {reply.client for reply in replies}
+            self.heard |= {reply.client for reply in replies}
         return replies
 
     def _assign(
@@ -254,17 +265,17 @@ class SimulatedFederation:
             checks.integer("client", client, least=0, most=len(self) - 1)
         if each is not None and len(each) != len(clients):
             raise ValueError(f"each has {len(each)} entries; it must have one for each of {len(clients)} clients")
-        exchange = Exchange(phase, self.settings, shared, self.ledger.rounds, self.ledger.iterations)
+        exchange = Exchange(phase, self.settings, shared, self.ledger.rounds + 1, self.ledger.iterations)
         numbers = torch.arange(self.assignments, self.assignments + len(clients))
         self.assignments += len(clients)
         keys = fold_in(fold_in(root(self.seed, phase), numbers), torch.tensor(clients))
         taus = self.engine.steps(exchange, fold_in(keys, 0), clients)
         own = each or [{}] * len(clients)
-        parts = zip(numbers.tolist(), itertools.count(), clients, taus, own, fold_in(keys, 1), strict=False)
+        parts = zip(numbers.tolist(), itertools.count(), clients, taus, own, fold_in(keys, 1).tolist(), strict=False)
         return exchange, [Assignment(exchange, *part) for part in parts]
 
-    def _send(self, work: list[Assignment]) -> list[Ending]:
-        """Decide when and how these tasks end."""
+    def _send(self, work: list[Assignment], latest: float) -> list[Ending]:
+        """Decide when and how these tasks end; what would come after `latest` is lost."""
         conditions, faults = self.environment, self.environment.faults
         if not work:
             return []
@@ -272,13 +283,12 @@ class SimulatedFederation:
         cost.bytes_down += sum(nbytes(dict(w.each)) for w in work) + len(work) * nbytes(work[0].exchange.shared)
         if conditions.delay is None and faults is None:
             return [Ending(self.now, w.number, 0, w.client, False) for w in work]
-        keys, clients = torch.stack([w.key for w in work]), [w.client for w in work]
+        keys, clients = torch.tensor([w.key for w in work]), [w.client for w in work]
         seconds = conditions.delay.seconds(fold_in(keys, 3), clients) if conditions.delay else [0.0] * len(work)
         happens = {
             name: faults.happen(fold_in(keys, 4), name) if faults else [False] * len(work)
             for name in ("drop", "duplicate", "leave")
         }
-        latest = self.now + conditions.deadline if conditions.deadline else float("inf")
         endings = []
         for w, second, drop, duplicate, leave in zip(work, seconds, *happens.values(), strict=True):
             slowdown = conditions.stragglers.slowdown if conditions.stragglers and w.client in self.slow else 1.0
@@ -297,21 +307,42 @@ class SimulatedFederation:
             replies.idle.append(ending.client)
             self.ledger.lost_tasks += ending.lost
 
+    def _settle(self, replies: Replies, asked: int) -> None:
+        """Count what was refused, and judge whether enough was accepted."""
+        self.ledger.refused_replies += len(replies.refused)
+        needed = min(self.environment.min_replies, asked)
+        if len(replies) < needed:
+            why = f" ({replies.refused[0]})" if replies.refused else ""
+            raise QuorumError(
+                f"{replies.place}: {len(replies)} of {asked} replies were accepted, at least {needed} needed{why}"
+            )
+
+    def _take(self, work: list[Assignment]) -> Values:
+        """What these posted tasks have computed, as a stack."""
+        self._evaluate(work)
+        rows, samples, gradients = zip(*(self.ready.pop(w.client) for w in work), strict=True)
+        self._count(work[0].exchange.phase, sum(samples), sum(gradients))
+        return join(rows)
+
+    def _count(self, phase: str, samples: int, gradients: int) -> None:
+        cost = self.ledger.phase(phase)
+        cost.samples += samples
+        cost.gradients += gradients
+
     def _evaluate(self, needed: list[Assignment]) -> None:
         """Compute the replies of these posted tasks, and of more of those under way while at it."""
-        missing = {w.number: w for w in needed if w.number not in self.ready}
+        missing = {w.client: w for w in needed if w.client not in self.ready}
         if not missing:
             return
         missing |= dict(itertools.islice(self.pending.items(), AHEAD))
-        for part, values in self.engine.run(list(missing.values()), self.ledger):
-            leaves, form = pytree.tree_flatten(values)
-            for w, *row in zip(part, *(leaf.unbind() for leaf in leaves), strict=True):
-                self.ready[w.number] = pytree.tree_unflatten(row, form)
-                self.pending.pop(w.number, None)
+        for part in self.engine.run(list(missing.values())):
+            for j, w in enumerate(part.work):
+                self.ready[w.client] = (row(part.values, j), part.samples, part.gradients)
+                self.pending.pop(w.client, None)
 
     def _accept(self, work: list[Assignment], values: Values, replies: Replies) -> None:
         self.ledger.phase(replies.phase).bytes_up += nbytes(values)
-        if self.environment.faults and self.environment.faults.corrupt:
+        if work and self.environment.faults and self.environment.faults.corrupt:
             work, values = self._corrupt(work, values, replies)
         if work:
             replies.add([self._reply(w) for w in work], values)
@@ -323,17 +354,29 @@ class SimulatedFederation:
     def _corrupt(self, work: list[Assignment], values: Values, replies: Replies) -> tuple[list[Assignment], Values]:
         """Spoil some replies, as lying clients would: half of them are not finite, half have another shape."""
         assert self.environment.faults
-        keys = fold_in(torch.stack([w.key for w in work]), 5)
+        keys = fold_in(torch.tensor([w.key for w in work]), 5)
         spoilt, cut = self.environment.faults.happen(keys, "corrupt"), (keys % 2 == 0).tolist()
         values = pytree.tree_map(torch.clone, values)
+        floats = [leaf for leaf in pytree.tree_leaves(values) if leaf.is_floating_point()]
         keep = []
         for j, w in enumerate(work):
-            if spoilt[j] and cut[j]:
+            if spoilt[j] and (cut[j] or not floats):
                 nonsense = pytree.tree_map(lambda t, j=j: t[j].reshape(-1)[:0], values)
                 replies.refuse(w.client, str(wrong(nonsense, w.exchange.role.reply, self.problem)))
                 continue
             if spoilt[j]:
-                for leaf in pytree.tree_leaves(values):
+                for leaf in floats:
                     leaf[j] = float("nan")
             keep.append(j)
-        return [work[j] for j in keep], pytree.tree_map(lambda t: t[keep], values)
+        return _chosen(work, values, keep)
+
+
+def _computed(work: list[Assignment], lost: set[int]) -> list[Assignment]:
+    """The tasks whose result matters: of a lost one only what the client remembers does."""
+    return [w for w in work if w.number not in lost or w.exchange.role.remembers]
+
+
+def _chosen(work: list[Assignment], values: Values, places: list[int]) -> tuple[list[Assignment], Values]:
+    if len(places) == len(work):
+        return work, values
+    return [work[j] for j in places], pytree.tree_map(lambda t: t[places], values)

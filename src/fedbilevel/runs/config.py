@@ -213,7 +213,7 @@ def _build(place: str, experiment: Experiment) -> Config:
     environment = _environment(place, "environment", experiment.environment)
     for other, section in experiment.algorithms.items():
         _method(place, f"algorithms.{other}", section.algorithm or other, section.model_extra or {})
-        _environment(place, f"algorithms.{other}.environment", section.environment)
+        _environment(place, f"algorithms.{other}.environment", {**experiment.environment, **section.environment})
     for other in experiment.compare:
         if other not in experiment.algorithms:
             _sentence(place, "compare: ", functools.partial(algorithms.get, other))
@@ -402,6 +402,8 @@ def _smoke(table: Table) -> Table:
     conditions = {**table["environment"], "participation": 1.0, "min_replies": 1}
     if isinstance(conditions.get("local_steps"), dict):
         conditions["local_steps"] = 1
+    if isinstance(conditions.get("stragglers"), dict):
+        conditions["stragglers"] = {**conditions["stragglers"], "clients": 1}
     return {
         **table,
         "rounds": 2,
