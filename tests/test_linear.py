@@ -10,7 +10,7 @@ from torch.func import grad
 from torch.linalg import matrix_power
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedbilevel.linear import CG, Neumann, largest_eigenvalue
+from fedbilevel.linear import CG, Neumann
 from fedbilevel.rng import normal, root
 from fedbilevel.tree import Tree, dot, flatten, norm, unflatten
 
@@ -164,27 +164,6 @@ def test_neumann_gains_with_every_term(seed, condition, lr, steps):
 def test_settings_are_checked(build, kind, sentence):
     with pytest.raises(kind, match=f"^{sentence}$"):
         build()
-
-
-@pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])
-@pytest.mark.parametrize("top", [1e-3, 7.0])
-def test_largest_eigenvalue(shapes, condition, top):
-    """Power iteration comes from below."""
-    system = System(shapes, condition=condition, top=top)
-    value = largest_eigenvalue(system, system.b, steps=500)
-    assert top * (1 - 1e-3) <= value <= top * (1 + 1e-12)
-
-
-def test_largest_eigenvalue_of_few_steps():
-    """||H^k v|| / ||H^(k-1) v||."""
-    system = System([(2, 3), (2,)], condition=5.0)
-    powers = [float((matrix_power(system.H, k) @ flatten(system.b)).norm()) for k in range(4)]
-    for k in (1, 2, 3):
-        assert largest_eigenvalue(system, system.b, steps=k) == pytest.approx(powers[k] / powers[k - 1], rel=1e-12)
-
-
-def test_largest_eigenvalue_of_zero():
-    assert largest_eigenvalue(lambda v: 0.0 * v, Tree(y=torch.ones(3))) == 0
 
 
 class Live(TorchDispatchMode):

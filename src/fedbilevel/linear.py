@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -82,15 +81,3 @@ class Neumann:
             term = term - self.lr * matvec(term)
             total = total + term
         return _solution(matvec, b, self.lr * total, self.steps - 1)
-
-
-def largest_eigenvalue(matvec: MatVec, start: Tree, steps: int = 50) -> float:
-    """The largest eigenvalue of a symmetric positive semi-definite H, by power iteration from `start`."""
-    v, value = start / norm(start), 0.0
-    for _ in range(steps):
-        hv = matvec(v)
-        before, value = value, float(norm(hv))
-        if value == 0 or math.isclose(before, value, rel_tol=1e-6):
-            break
-        v = hv / value
-    return value

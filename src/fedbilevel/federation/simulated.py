@@ -238,7 +238,7 @@ class SimulatedFederation:
             ) from error
 
     def _alone(self, exchange: Exchange, w: Assignment, cost: Cost) -> list[Part]:
-        run = on_client(w.client, exchange.place, lambda: list(self._run_stack(exchange, [w], _single, cost)))
+        run = on_client(w.client, exchange.place, lambda: list(self._run_stack(exchange, [w], single, cost)))
         return cast(list[Part], run)
 
     def _run_stack(self, exchange: Exchange, work: list[Assignment], lift: Lift, cost: Cost) -> Iterator[Part]:
@@ -325,7 +325,7 @@ def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _single(fn: Callable[..., Any]) -> Callable[..., Any]:
+def single(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a stack of one, without vmap."""
 
     def run(*args: Any) -> Any:
