@@ -25,7 +25,7 @@ from fedbilevel.soundness import random_unit
 from fedbilevel.spectrum import extreme_eigenvalues
 from fedbilevel.tree import Tree, dot, flatten, norm, zeros_like
 
-CLIENTS, SAMPLES = 20, 4096  # at most so many are read
+CLIENTS, SAMPLES = 20, 2048  # at most so many are read
 NUMBERS = 2**26  # that vectors kept at the same time may hold
 POOLED = Batch()  # a sample has its own data
 
@@ -74,7 +74,7 @@ def check(
     """Is the problem well posed, and which settings suit a run of so many rounds?
 
     Curvatures and hypergradients are those of G + ridge/2 ||y - y_0||^2 at the start's x, with ridge = L / rounds: of
-    what is flatter, a run of so many gradient steps sees nothing. At most 20 clients and about 4,096 samples a level
+    what is flatter, a run of so many gradient steps sees nothing. At most 20 clients and about 2,048 samples a level
     are read. What is wrong with the problem is told in the report's `warnings`, not raised.
     """
     checks.integer("rounds", rounds, least=1)
@@ -90,7 +90,14 @@ def diagnose(fed: SimulatedFederation, rounds: int) -> Report:
     measured = None
     if not wrong:
         wrong, usable = soundness.missing_links(sample, x, beside, POOLED)
-        measured = _measure(sample, x, y, rounds) if usable else None
+        for _ in range(8 if usable else 0):
+            try:
+                measured = _measure(sample, x, y, rounds)
+                break
+            except ValueError:  # CG met negative curvature
+                sample.ridge *= 4
+        else:
+            wrong += [f"the lower level could not be solved, even with a ridge of {sample.ridge:.2g}"] if usable else []
     where = f"measured on {sum(len(p) for p, _ in sample.groups)} of {len(fed)} clients"
     if measured:
         where += f", at the start's x and a y where ||grad_y G|| is {measured.left:.0e} of the start's"
@@ -106,14 +113,12 @@ def _measure(sample: Sample, x: Tree, start: Tree, rounds: int) -> Measures:
     accuracy = torch.finfo(flatten(start).dtype).eps ** 0.5
     y, steps, random = start, max(2, min(60, NUMBERS // start.numel)), random_unit(start)
     first = extreme_eigenvalues(sample.hessian(x, y)[1], random, steps)
-    sample.ridge = max(first.largest / rounds, -2 * first.smallest)
-    while True:
-        y, left = _settle(sample, x, y, accuracy)
-        hessian = sample.hessian(x, y)[1]
-        found = extreme_eigenvalues(hessian, random, steps)
-        if found.smallest > 0:
-            break
-        sample.ridge -= 2 * found.smallest
+    sample.ridge = max(sample.ridge, first.largest / rounds, -2 * first.smallest)
+    y, left = _settle(sample, x, y, accuracy)
+    hessian = sample.hessian(x, y)[1]
+    found = extreme_eigenvalues(hessian, random, steps)
+    if not found.smallest > 0:
+        raise ValueError(f"the lower level has curvature {found.smallest - sample.ridge:.3g}")
 
     def solve(b: Tree) -> Tree:
         return CG(tolerance=accuracy, steps=500)(hessian, b).value
@@ -130,12 +135,13 @@ def _measure(sample: Sample, x: Tree, start: Tree, rounds: int) -> Measures:
         """d2Phi u: as x moves by u, y* moves by dy and z* by dz."""
         frozen, _, force = product((u, still, still))
         dy = solve(force)
-        dz = solve(product((u, dy, still))[1])
+        followed, push, _ = product((u, dy, still))
+        dz = solve(push)
         direct.append(float(norm(frozen)))
         moves.append((dy, dz))
-        return product((u, dy, dz))[0]  # type: ignore[no-any-return]
+        return followed - sample.cross_product(x, y, dz, POOLED)  # type: ignore[no-any-return]
 
-    phi = extreme_eigenvalues(curvature, h if float(norm(h)) else random_unit(x), 6)
+    phi = extreme_eigenvalues(curvature, h if float(norm(h)) else random_unit(x), 5)
     lags = torch.stack([torch.stack([dot(a, d) + dot(b, c) for c, d in moves]) for a, b in moves])
     return Measures(
         mu=found.smallest - sample.ridge,
@@ -161,7 +167,7 @@ def _settle(sample: Sample, x: Tree, y: Tree, accuracy: float) -> tuple[Tree, fl
             break
         try:
             step = CG(tolerance=1e-2, steps=200)(hessian, slope).value
-        except ValueError:  # negative curvature: the caller adds a ridge
+        except ValueError:  # negative curvature: the caller adds to the ridge
             break
         length = line_search(sample.lower, x, y, slope, step)
         if not length:

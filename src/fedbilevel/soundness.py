@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, vjp
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -56,6 +56,8 @@ def wrong_derivatives(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> list[st
         place = "the lower loss has no second derivative"
         w = random_unit(y, 1)
         here, there = (oracle.directions(x, y, z, batch) for z in (zeros_like(y), w))
+        place = "the losses have no third derivative, from which the curvature of Phi is measured"
+        vjp(lambda x, y, z: oracle.directions(x, y, z, batch), x, y, w)[1](here)
     except RuntimeError as error:
         return [f"{place}: {str(error).strip().splitlines()[0]}"]
     u, v, upper, lower = random_unit(x), random_unit(y), oracle.upper, oracle.lower
