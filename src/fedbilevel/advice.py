@@ -38,8 +38,12 @@ class Measures(NamedTuple):
 
     @property
     def missing_ridge(self) -> float:
-        """What makes the condition number 1,000, where there is no strong convexity; else 0."""
-        return 0.0 if self.mu > 1e-6 * self.L else max(0.0, -self.mu) + (abs(self.L) + abs(self.mu)) / 1000
+        """What makes the condition number at most 1,000 where there is no strong convexity, rounded up; else 0."""
+        if self.mu > 1e-6 * self.L:
+            return 0.0
+        needed = max(0.0, -self.mu) + (abs(self.L) + abs(self.mu)) / 999
+        digit = 10.0 ** (math.floor(math.log10(needed)) - 1)
+        return math.ceil(needed / digit) * digit
 
 
 @dataclass(frozen=True)

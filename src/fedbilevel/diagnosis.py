@@ -95,7 +95,7 @@ def diagnose(fed: SimulatedFederation, rounds: int) -> Report:
                 measured = _measure(sample, x, y, rounds)
                 break
             except ValueError:  # CG met negative curvature
-                sample.ridge *= 4
+                sample.ridge = 4 * sample.ridge or 1 / rounds
         else:
             wrong += [f"the lower level could not be solved, even with a ridge of {sample.ridge:.2g}"] if usable else []
     where = f"measured on {sum(len(p) for p, _ in sample.groups)} of {len(fed)} clients"

@@ -60,36 +60,47 @@ def wrong_derivatives(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> list[st
         vjp(lambda x, y, z: oracle.directions(x, y, z, batch), x, y, w)[1](here)
     except RuntimeError as error:
         return [f"{place}: {str(error).strip().splitlines()[0]}"]
-    u, v, upper, lower = random_unit(x), random_unit(y), oracle.upper, oracle.lower
+    u, v, upper, lower = _balanced(x), _balanced(y), oracle.upper, oracle.lower
 
     def slope(x: Tree, y: Tree) -> Tensor:
         return dot(oracle.lower_gradient_y(x, y, batch), w)
 
-    rows: list[tuple[str, Tensor, Callable[[float], Tensor], Tree]] = [
-        ("the upper loss's derivative in x", dot(here.x, u), lambda h: upper(x + h * u, y, batch), x),
-        ("the upper loss's derivative in y", -dot(here.z, v), lambda h: upper(x, y + h * v, batch), y),
-        ("the lower loss's derivative in y", dot(here.y, v), lambda h: lower(x, y + h * v, batch), y),
-        ("the lower loss's second derivative in y", dot(there.z - here.z, v), lambda h: slope(x, y + h * v), y),
-        ("the lower loss's mixed derivative", dot(here.x - there.x, u), lambda h: slope(x + h * u, y), x),
+    rows: list[tuple[str, Tree, Tree, Callable[[float], Tensor], Tree]] = [
+        ("the upper loss's derivative in x", here.x, u, lambda h: upper(x + h * u, y, batch), x),
+        ("the upper loss's derivative in y", -here.z, v, lambda h: upper(x, y + h * v, batch), y),
+        ("the lower loss's derivative in y", here.y, v, lambda h: lower(x, y + h * v, batch), y),
+        ("the lower loss's second derivative in y", there.z - here.z, v, lambda h: slope(x, y + h * v), y),
+        ("the lower loss's mixed derivative", here.x - there.x, u, lambda h: slope(x + h * u, y), x),
     ]
     warnings = []
-    for name, derivative, value, point in rows:
-        quotient, allowed = _difference(value, point)
-        if abs(float(derivative) - quotient) > allowed:
+    for name, derivative, along, value, point in rows:
+        given, (quotient, uncertain) = float(dot(derivative, along)), _difference(value, point)
+        usual = float(norm(derivative.map(lambda d, a: d.norm() * a.norm() / max(1, d.numel()) ** 0.5, along)))
+        if abs(given - quotient) > _rough(point) * max(abs(quotient), usual) + uncertain:
             warnings.append(
-                f"{name} is wrong: along a random direction autograd gives {float(derivative):.4g}, differences give "
-                f"{quotient:.4g} (a detach, or a custom function with a wrong backward?)"
+                f"{name} is wrong: in a random direction autograd gives {given:.4g}, differences give {quotient:.4g} "
+                "(a detach, or a custom function with a wrong backward?)"
             )
     return warnings
 
 
+def _balanced(like: Tree) -> Tree:
+    """A random direction in which every tensor, however small, has the same share."""
+    return random_unit(like).map(lambda t: t / (t.norm() * len(like) ** 0.5))
+
+
+def _rough(point: Tree) -> float:
+    """The relative accuracy that is asked of a difference."""
+    return float(10 * torch.finfo(flatten(point).dtype).eps ** (1 / 3))
+
+
 def _difference(value: Callable[[float], Tensor], point: Tree) -> tuple[float, float]:
-    """A central difference, and how far it may be off: by its step, by rounding, by what two steps disagree."""
+    """A central difference, and how far it may be off: by rounding, and by what other steps disagree (kinks)."""
     precision = torch.finfo(flatten(point).dtype).eps
     h = precision ** (1 / 3) * (1 + float(norm(point)))
-    near, far = (float(value(step) - value(-step)) / (2 * step) for step in (h, 2 * h))
+    quotients = [float(value(step) - value(-step)) / (2 * step) for step in (h, 2 * h, 4 * h)]
     rounding = precision * abs(float(value(h))) / h
-    return near, 10 * precision ** (1 / 3) * abs(near) + 10 * rounding + 5 * abs(near - far)
+    return quotients[0], 10 * rounding + 5 * (max(quotients) - min(quotients))
 
 
 def missing_links(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> tuple[list[str], bool]:
