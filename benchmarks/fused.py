@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import fedbilevel as fb
 from benchmarks.measure import Row, describe, seconds
-from fedbilevel.federation.simulated import stacked
+from fedbilevel.federation.clients import stacked
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, normal, root

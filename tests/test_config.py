@@ -112,6 +112,30 @@ def test_settings_win_over_a_methods_section_which_wins_over_the_file(tmp_path: 
     assert resolved(text, tmp_path, "algorithm=shrofbo").table == other.table
 
 
+def test_a_section_under_a_label_of_its_own_names_its_method_task_and_data(tmp_path: Path) -> None:
+    text = """
+        task = { name = "quadratic", clients = 4 }
+        compare = ["simfbo", "slow"]
+        [algorithms.slow]
+        algorithm = "simfbo"
+        lr_x = 0.001
+        task = { noise = 0.5 }
+        environment = { participation = 2 }
+    """
+    slow = resolved(text, tmp_path, algorithm="slow")
+    assert (slow.label, slow.algorithm.name, slow.algorithm.lr_x) == ("slow", "simfbo", 0.001)  # type: ignore[attr-defined]
+    assert slow.table["task"]["noise"] == 0.5
+    assert slow.environment.participation == 2
+    again = resolved(tomli_w.dumps(slow.table), tmp_path)
+    assert (again.table, again.label) == (slow.table, "slow")
+    assert resolved(tomli_w.dumps(slow.table), tmp_path, algorithm="asfbo").label == "asfbo"
+    other = resolved(text, tmp_path, "algorithms.slow.task.noise=0.25", algorithm="slow")
+    assert other.table["task"]["noise"] == 0.25
+    plain = resolved(text, tmp_path)
+    assert (plain.label, plain.table["task"]["noise"], "label" in plain.table) == ("simfbo", 0.0, False)
+    assert resolved(text, tmp_path, "task=quadratic", algorithm="slow").table["task"]["noise"] == 0.5
+
+
 def test_options_win_over_the_file_and_settings_over_options(tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml", 'seed = 5\nalgorithm = "asfbo"' + QUADRATIC)
     options = ["--seed", 7, "--rounds", 1, "--set", "seed=8", "--set", "title=a word", "--set", "stop.bytes=1e9"]
@@ -209,7 +233,7 @@ def test_every_shipped_experiment_runs_with_smoke(tmp_path: Path, name: str) -> 
     place, table = configs.read(name)
     for algorithm in table.get("compare", []):
         configs.resolve(place, table, algorithm=algorithm)
-        assert configs.resolve(place, table, algorithm=algorithm, smoke=True).algorithm.name == algorithm
+        assert configs.resolve(place, table, algorithm=algorithm, smoke=True).label == algorithm
 
 
 def test_smoke_of_a_file_keeps_its_task(tmp_path: Path) -> None:

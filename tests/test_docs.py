@@ -53,6 +53,12 @@ def test_contributing_adds_an_algorithm_in_forty_lines() -> None:
 
 def test_the_errata_name_tests_that_exist() -> None:
     defined = "\n".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("*.py"))
-    named = set(re.findall(r"`(test_\w+)", (ROOT / "docs" / "errata.md").read_text("utf-8")))
+    page = (ROOT / "docs" / "errata.md").read_text("utf-8")
+    named = set(re.findall(r"`(test_\w+)", page))
     assert named
     assert [name for name in named if f"def {name}(" not in defined] == []
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("|")]
+    claims = [row for row in rows if len(row) == 4 and row[0].strip() not in ("where", "---")]
+    assert len(claims) > 50
+    assert [row[0] for row in claims if not re.search(r"`test_|^ reading", row[2])] == []
+    assert {len(row) for row in rows} == {2, 4}, "a bar in a cell is written \\|"

@@ -42,9 +42,43 @@ class SummedProbe(Probe):
     summed = True
 
 
+class Visits(Phase):
+    """Adds what it is sent to what it remembers."""
+
+    batch = "train"
+    remembers = True
+    reply: ClassVar = {"visits": "scalar"}
+    summed = False
+
+    def start(self, m: Message) -> Any:
+        return m.memory.get("visits", torch.zeros((), dtype=torch.float64)) + m.own
+
+    def step(self, carry: Any, oracle: Oracle, batch: fb.Batch) -> Any:
+        return carry
+
+    def finish(self, carry: Any) -> dict[str, Any]:
+        return {"visits": carry, "memory": {"visits": carry}}
+
+
+class Forgets(Visits):
+    def finish(self, carry: Any) -> dict[str, Any]:
+        return {"visits": carry, "memory": {}}
+
+
+class Absent(Visits):
+    def finish(self, carry: Any) -> dict[str, Any]:
+        return {"visits": carry}
+
+
 class Probing(Algorithm):
     name = "probing"
-    phases: ClassVar = {"probe": Probe, "summed": SummedProbe}
+    phases: ClassVar = {
+        "probe": Probe,
+        "summed": SummedProbe,
+        "visits": Visits,
+        "forgets": Forgets,
+        "absent": Absent,
+    }
 
     def init(self, problem: fb.Problem) -> Any: ...
 
@@ -141,14 +175,11 @@ def test_summed_replies_show_means_only() -> None:
 def test_chunks_keep_to_the_memory_and_change_nothing() -> None:
     whole = federation(sizes=[4] * 9)
     replies = ask(whole, range(9))
-    footprint = next(iter(whole._footprints.values()))
+    footprint = next(iter(whole.engine.footprints.values()))
     small = federation(sizes=[4] * 9, memory=2 * footprint)
     sizes = []
-    run_stack = small._run_stack
-    small._run_stack = lambda exchange, work, lift, cost: (
-        sizes.append(len(work)),
-        run_stack(exchange, work, lift, cost),
-    )[1]  # type: ignore[method-assign]
+    run_stack = small.engine._run_stack
+    small.engine._run_stack = lambda work, *rest: (sizes.append(len(work)), run_stack(work, *rest))[1]  # type: ignore[method-assign]
     assert ask(small, range(9)).mean("mean")["x"] == pytest.approx(float(replies.mean("mean")["x"]))
     assert sizes[1:] == [2, 2, 2, 2, 1]  # the first one measured the footprint
     assert small.ledger.phases == whole.ledger.phases
@@ -256,6 +287,26 @@ def test_replies_must_be_what_the_phase_declares(reply: dict[str, str], message:
         ask(federation(), [0])
 
 
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode: str) -> None:
+    def visit(fed: fb.SimulatedFederation, *clients: int, phase: str = "visits") -> list[float]:
+        replies = fed.ask(phase, clients, each=[{"own": 10.0**place} for place in range(len(clients))])
+        return [float(reply.values["visits"]) for reply in replies]
+
+    fed = federation(mode=mode)
+    assert visit(fed, 0, 1) == [1, 10]
+    assert visit(fed, 2, 0, 0, 2) == [1, 11, 111, 1001]  # those with and without a memory, and twice the same client
+    assert fed.ledger.totals()["bytes_up"] == 6 * 8, "a memory is not sent"
+    twin = federation(mode=mode)
+    twin.restore(fed.snapshot())
+    assert visit(fed, 2, 1, 0) == visit(twin, 2, 1, 0) == [1002, 20, 211]
+    assert visit(fed, 1, phase="forgets") == [21]
+    assert sorted(fed.engine.memories) == [0, 2]
+    assert visit(fed, 1) == [1]
+    with pytest.raises(TypeError, match="phase 'absent' remembers; its finish must return a memory beside its reply"):
+        visit(fed, 0, phase="absent")
+
+
 def test_wrong_calls_are_refused_in_one_sentence() -> None:
     fed = federation()
     with pytest.raises(ValueError, match="client is 3; it must be 0 to 2"):
@@ -264,9 +315,7 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
         fed.ask("probe", [0, 1], each=[{"own": 1.0}])
     with pytest.raises(ValueError, match="clients is empty"):
         federation(clients=[], sizes=[])
-    with pytest.raises(RuntimeError, match="post needs the clock"):
-        fed.post("probe", [0])
-    with pytest.raises(RuntimeError, match="collect needs the clock"):
+    with pytest.raises(RuntimeError, match="nothing is in flight, so nothing can be collected; post a task first"):
         fed.collect(1)
     with pytest.raises(ValueError, match="participation is 4; there are only 3 clients"):
         federation(environment={"participation": 4})

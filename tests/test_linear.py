@@ -10,7 +10,16 @@ from torch.func import grad
 from torch.linalg import matrix_power
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedbilevel.linear import CG, Neumann
+from fedbilevel.linear import (
+    CG,
+    Descent,
+    Neumann,
+    RandomProduct,
+    descend,
+    directional,
+    neumann_sum,
+    random_product,
+)
 from fedbilevel.rng import normal, root
 from fedbilevel.tree import Tree, dot, flatten, norm, unflatten
 
@@ -65,7 +74,12 @@ def test_neumann_solves(shapes, condition):
 
 @pytest.mark.parametrize(
     "solver",
-    [CG(), CG(tolerance=1e-2), CG(tolerance=0.0, steps=3), CG(steps=1), Neumann(), Neumann(steps=1), Neumann(3, 0.4)],
+    [
+        *(CG(), CG(tolerance=1e-2), CG(tolerance=0.0, steps=3), CG(steps=1)),
+        *(Neumann(), Neumann(steps=1), Neumann(3, 0.4)),
+        *(RandomProduct(), RandomProduct(steps=1), RandomProduct(7, 0.3, seed=5)),
+        *(Descent(), Descent(steps=1), Descent(7, 0.3)),
+    ],
     ids=repr,
 )
 def test_residual_and_products_are_the_true_ones(shapes, solver):
@@ -75,7 +89,7 @@ def test_residual_and_products_are_the_true_ones(shapes, solver):
     assert found.residual == pytest.approx(system.residual(found.value), rel=1e-6, abs=1e-15)
 
 
-@pytest.mark.parametrize("solver", [CG(), Neumann(steps=3)], ids=repr)
+@pytest.mark.parametrize("solver", [CG(), Neumann(steps=3), RandomProduct(3), Descent(3)], ids=repr)
 def test_a_zero_right_hand_side(solver):
     system = System([(2, 3), ()])
     found = solver(system, 0.0 * system.b)
@@ -151,6 +165,80 @@ def test_neumann_gains_with_every_term(seed, condition, lr, steps):
     assert more < fewer or fewer < 1e-13
 
 
+@pytest.mark.parametrize(("steps", "lr"), [(1, 0.4), (2, 0.9), (9, 0.05), (25, 0.4)])
+def test_random_product_is_unbiased(shapes, steps, lr):
+    """The mean over all lengths it can have, by enumeration, is the Neumann sum; each is its own product."""
+    system = System(shapes, condition=30.0)
+    b, step = flatten(system.b), torch.eye(len(flatten(system.b)), dtype=torch.float64) - lr * system.H
+    every = [flatten(random_product(system, system.b, steps, lr, length)) for length in range(steps)]
+    for length, found in enumerate(every):
+        torch.testing.assert_close(found, lr * steps * matrix_power(step, length) @ b, rtol=1e-11, atol=1e-11)
+    expected = flatten(neumann_sum(system, system.b, steps, lr))
+    torch.testing.assert_close(torch.stack(every).mean(0), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_random_product_draws_its_length_uniformly():
+    """Over 600 seeds the mean is the Neumann sum within four standard errors, and every length comes."""
+    system = System([(2,)], condition=3.0)
+    found = [RandomProduct(4, 0.4, seed)(system, system.b) for seed in range(600)]
+    values = torch.stack([flatten(solution.value) for solution in found])
+    error = (values.mean(0) - flatten(neumann_sum(system, system.b, 4, 0.4))).abs()
+    assert bool((error < 4 * values.std(0) / 600**0.5).all())
+    assert {solution.products for solution in found} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("steps", "lr"), [(1, 0.4), (6, 0.9), (40, 0.05)])
+def test_descent_from_zero_is_the_neumann_sum_and_goes_on_where_it_stopped(shapes, steps, lr):
+    """z_k - z* = (I - lr H)^k (z_0 - z*)."""
+    system = System(shapes, condition=30.0)
+    found = Descent(steps, lr)(system, system.b)
+    expected = flatten(neumann_sum(system, system.b, steps, lr))
+    torch.testing.assert_close(flatten(found.value), expected, rtol=1e-10, atol=1e-10)
+    further = Descent(5, lr, start=found.value)(system, system.b)
+    whole = descend(system, system.b, 0.0 * system.b, steps + 5, lr)
+    torch.testing.assert_close(flatten(further.value), flatten(whole), rtol=1e-11, atol=1e-11)
+    step = torch.eye(len(flatten(system.b)), dtype=torch.float64) - lr * system.H
+    start = unflatten(torch.ones_like(flatten(system.b)), system.b)
+    gap = flatten(descend(system, system.b, start, steps, lr)) - system.solution
+    torch.testing.assert_close(
+        gap, matrix_power(step, steps) @ (flatten(start) - system.solution), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_descent_solves():
+    system = System([(2, 3)], condition=20.0)
+    assert Descent(steps=500, lr=0.45)(system, system.b).residual < 1e-9
+
+
+@pytest.mark.parametrize("width", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("length", [1e-6, 1.0, 1e6])
+def test_directional_products_err_by_the_square_of_the_width(width, length):
+    """Against d2yy g v and d2xy g v of g = sum cosh(y) x + (x . y)^2 / 2, for short and long v alike."""
+    x = Tree(x=torch.linspace(0.5, 1.5, 5, dtype=torch.float64))
+    y = Tree(y=torch.linspace(-1, 1, 5, dtype=torch.float64))
+    v = Tree(y=length * torch.cos(torch.arange(5, dtype=torch.float64)))
+
+    def lower(x, y):
+        return (torch.cosh(y["y"]) * x["x"]).sum() + 0.5 * (x["x"] * y["y"]).sum() ** 2
+
+    def slope(x, y):
+        return dot(grad(lower, argnums=1)(x, y), v)
+
+    cross, hessian = grad(slope, argnums=(0, 1))(x, y)
+    found = directional(lambda y: grad(lower, argnums=(0, 1))(x, y), y, width)(v)
+    for estimate, truth in zip(found, (cross, hessian), strict=True):
+        assert norm(estimate - truth) < width**2 * norm(truth) + 1e-9 * norm(truth)
+
+
+def test_directional_products_are_exact_for_quadratics_in_one_dimension_and_zero_for_zero():
+    y, v = Tree(y=torch.tensor([2.0], dtype=torch.float64)), Tree(y=torch.tensor([3.0], dtype=torch.float64))
+    product = directional(lambda y: 5.0 * y, y)
+    torch.testing.assert_close(product(v)["y"], torch.tensor([15.0], dtype=torch.float64), rtol=1e-9, atol=0)
+    assert float(product(0.0 * v)["y"]) == 0
+    found = CG()(product, v)
+    torch.testing.assert_close(found.value["y"], torch.tensor([0.6], dtype=torch.float64), rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize(
     ("build", "kind", "sentence"),
     [
@@ -159,11 +247,19 @@ def test_neumann_gains_with_every_term(seed, condition, lr, steps):
         (lambda: CG(steps=2.5), TypeError, "steps is 2.5; it must be a whole number"),
         (lambda: Neumann(steps=0), ValueError, "steps is 0; it must be at least 1"),
         (lambda: Neumann(lr=0.0), ValueError, "lr is 0.0; it must be above 0"),
+        (lambda: RandomProduct(steps=0), ValueError, "steps is 0; it must be at least 1"),
+        (lambda: RandomProduct(seed=-1), ValueError, "seed is -1; it must be at least 0"),
+        (lambda: Descent(lr=-1.0), ValueError, "lr is -1.0; it must be above 0"),
     ],
 )
 def test_settings_are_checked(build, kind, sentence):
     with pytest.raises(kind, match=f"^{sentence}$"):
         build()
+
+
+def length(seed, steps):
+    """What `RandomProduct` draws with this seed."""
+    return RandomProduct(steps, 0.1, seed)(lambda v: v, Tree(y=torch.ones(1))).products - 1
 
 
 class Live(TorchDispatchMode):
@@ -186,7 +282,14 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "solver", [lambda steps: CG(tolerance=0.0, steps=steps), lambda steps: Neumann(steps, 0.1)], ids=["CG", "Neumann"]
+    "solver",
+    [
+        lambda steps: CG(tolerance=0.0, steps=steps),
+        lambda steps: Neumann(steps, 0.1),
+        lambda steps: Descent(steps - 1, 0.1),
+        lambda steps: RandomProduct(steps, 0.1, seed=next(s for s in range(999) if length(s, steps) == steps - 1)),
+    ],
+    ids=["CG", "Neumann", "Descent", "RandomProduct"],
 )
 def test_memory_does_not_grow_with_steps(solver):
     """Also when the products come from differentiation."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm
-from fedbilevel.federation import simulated
 from fedbilevel.solve import Run
 
 
@@ -30,11 +29,13 @@ def means(of: Any) -> list[Tensor]:
     return of._means("uniform")  # type: ignore[no-any-return]
 
 
-def step_on_x(of: Any, algorithm: Algorithm, draws: list[int] | None = None) -> Tensor:
+def step_on_x(of: Any, algorithm: Algorithm, draws: list[int] | None = None, cohort: list[int] | None = None) -> Tensor:
     """The direction of the first step on x, from a start where y does not move (lr_y is tiny)."""
     fed = fb.SimulatedFederation(of.problem, of.clients, algorithm)
     if draws is not None:
         fed.draw = lambda count: draws.pop(0)  # type: ignore[method-assign]
+    if cohort is not None:
+        fed.sample = lambda: cohort  # type: ignore[method-assign]
     here = Run(fed, {})
     here.advance()
     return (of.problem.x["x"] - here.state.x["x"]) / algorithm.lr_x  # type: ignore[attr-defined, no-any-return]
@@ -173,7 +174,6 @@ def test_fedmbo_is_unbiased_with_weights_that_are_not_uniform() -> None:
     p = lam * sum(torch.linalg.matrix_power(torch.eye(4) - lam * A, k) @ -e for k in range(N))
     method = fb.algorithms.FedMBO(lr_x=0.1, lr_y=1e-12, neumann_lr=lam, neumann_steps=N)
     fed = fb.SimulatedFederation(of.problem, of.clients, method, weights=weights)
-    fed.ledger.iterations = simulated.TRACE_FROM  # as in a long run
     start = method.init(of.problem)
     found = torch.stack([(start.x["x"] - method.iterate(start, fed).x["x"]) / 0.1 for _ in range(250)])
     error = found.std(0) / 250**0.5

@@ -27,6 +27,15 @@ def test_lenet_sizes(channels, size, backbone):
     assert net(torch.zeros(3, channels, size, size)).shape == (3, 10)
 
 
+def test_lenet_with_two_layers_in_the_head_is_the_same_network():
+    one, two = nets.lenet(3, 32, 10, seed=4), nets.lenet(3, 32, 10, seed=4, head_layers=2)
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(one(images), two(images))
+    assert sum(p.numel() for p in two.head.parameters()) == 120 * 84 + 84 + 84 * 10 + 10
+    with pytest.raises(ValueError, match="head_layers is 3; it must be 1 or 2"):
+        nets.lenet(3, 32, 10, head_layers=3)
+
+
 def test_lenet_refuses_other_sizes():
     with pytest.raises(ValueError, match="size is 8; it must be 28 or 32"):
         nets.lenet(1, 8, 10)

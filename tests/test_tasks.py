@@ -62,6 +62,36 @@ def test_hyper_representation_on_digits_learns() -> None:
     assert last["upper_loss"] < first["upper_loss"]
 
 
+def test_hyper_representation_with_dropout_and_the_penalty_of_fednests_code() -> None:
+    options: dict[str, Any] = {"data": "digits", "clients": 2, "hidden": 8}
+    plain = fb.tasks.load("hyper-representation", ridge=0.0, **options)
+    other = fb.tasks.load("hyper-representation", ridge=0.0, norm_penalty=0.1, **options)
+    dropped = fb.tasks.load("hyper-representation", ridge=0.0, dropout=0.5, **options)
+    (x, y), batch = plain.problem.start, plain.clients[0].train
+    first, second = fb.rng.root(1, "dropout"), fb.rng.root(2, "dropout")
+    penalty = other.problem.lower(x, y, batch, first) - plain.problem.lower(x, y, batch, first)
+    torch.testing.assert_close(penalty, 0.05 * (y["head.weight"].norm() + y["head.bias"].norm()))
+    assert dropped.problem.lower(x, y, batch, first) == dropped.problem.lower(x, y, batch, first)
+    assert dropped.problem.lower(x, y, batch, first) != dropped.problem.lower(x, y, batch, second)
+    assert dropped.evaluate is not None
+    assert plain.evaluate is not None
+    assert dropped.evaluate(x, y) == plain.evaluate(x, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "mlp", "head_layers": 2}, "head_layers is 2; with model 'mlp' it must be 1"),
+        ({"model": "cnn", "dropout": 0.5}, "dropout is 0.5; it is for model 'mlp'"),
+        ({"dropout": 1.0}, "p is 1.0; it must be at least 0 and below 1"),
+        ({"norm_penalty": -1.0}, "norm_penalty"),
+    ],
+)
+def test_hyper_representation_refuses_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fb.tasks.load("hyper-representation", data="digits", clients=2, **options)
+
+
 def test_hyper_representation_splits_each_client() -> None:
     task = fb.tasks.load("hyper-representation", data="digits", clients=10, validation=0.25)
     sizes = {(c.size("train"), c.size("val")) for c in task.clients}

@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import fedbilevel as fb
-from fedbilevel.federation import simulated
+from fedbilevel.federation import clients as engine
 from fedbilevel.rng import normal, root
 from fedbilevel.solve import Run
 from fedbilevel.trace import trace
@@ -110,7 +110,7 @@ def test_a_convolutional_net_under_variance_reduction_and_unequal_steps(monkeypa
     clients = [fb.ClientData(train=side, val=side)] * 3
     problem, states = fb.Problem(upper=loss, lower=loss, x=x, y=y), []
     for start in (0, 10**9):
-        monkeypatch.setattr(simulated, "TRACE_FROM", start)
+        monkeypatch.setattr(engine, "TRACE_FROM", start)
         environment = fb.Environment(local_steps=[1, 3, 2], batch_size=4)
         here = Run(fb.SimulatedFederation(problem, clients, fb.algorithms.LAASFBO(), environment), {"rounds": 2})
         list(here)
@@ -120,7 +120,7 @@ def test_a_convolutional_net_under_variance_reduction_and_unequal_steps(monkeypa
 
 
 def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
-    monkeypatch.setattr(simulated, "TRACE_FROM", start)
+    monkeypatch.setattr(engine, "TRACE_FROM", start)
     task = fb.tasks.load("hyper-representation", data="digits", clients=6, hidden=8)
     environment = fb.Environment(participation=4, local_steps=(1, 3), batch_size=8)
     problem = fb.Problem(
@@ -138,8 +138,8 @@ def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
 def test_a_traced_run_is_the_run(monkeypatch: Any, name: str) -> None:
     algorithm = fb.algorithms.get(name)()
     eager, traced = run(monkeypatch, 10**9, algorithm), run(monkeypatch, 0, algorithm)
-    assert not eager.fed._traces
-    assert traced.fed._traces
+    assert not eager.fed.engine.traces
+    assert traced.fed.engine.traces
     assert traced.fed.ledger.phases == eager.fed.ledger.phases
     for key, value in eager.state.x.items():
         assert not torch.equal(value, eager.fed.problem.x[key])
@@ -148,4 +148,4 @@ def test_a_traced_run_is_the_run(monkeypatch: Any, name: str) -> None:
 
 def test_steps_with_a_schedule_are_never_traced(monkeypatch: Any) -> None:
     moving = fb.algorithms.SimFBO(lr_x=fb.schedules.Power(0.1))
-    assert not run(monkeypatch, 0, moving).fed._traces
+    assert not run(monkeypatch, 0, moving).fed.engine.traces

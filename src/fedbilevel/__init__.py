@@ -7,7 +7,7 @@ from typing import Any
 # The library that torch's threads come from reads this once, when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fedbilevel import algorithms, nets, schedules, tasks
+from fedbilevel import algorithms, linear, nets, schedules, tasks
 from fedbilevel.diagnosis import check
 from fedbilevel.environment import Environment
 from fedbilevel.federation import SimulatedFederation
@@ -30,6 +30,7 @@ __all__ = [
     "check",
     "finite_difference",
     "hypergradient",
+    "linear",
     "load_run",
     "nets",
     "schedules",

@@ -1,4 +1,4 @@
-"""The conditions a method meets: who takes part, how long each client works, on how much data at a time."""
+"""The conditions a method meets: who takes part, how long each client works, on how much data at a time, and faults."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from dataclasses import dataclass
 import torch
 
 from fedbilevel import checks
+from fedbilevel.delays import Delay, Faults, Stragglers
 from fedbilevel.rng import fold_in, integers
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Participation, local steps and batch size.
+    """Participation, local steps and batch size; in simulations also delays, stragglers and faults.
 
-    participation: clients a round as a whole number, or a fraction in (0, 1]; 1.0 is everyone.
+    participation: clients a round as a whole number, or a fraction in (0, 1]; 1.0 is everyone. Without a barrier: how
+    many arrivals a `collect` waits for.
     local_steps: a number, a tuple (low, high) drawn for each client each round, or a list, one entry a client.
     batch_size: samples a mini-batch, drawn without replacement; None is the full batch.
     min_replies: an exchange with fewer accepted replies ends the run.
+    delay: how long a task takes in virtual seconds (`fedbilevel.delays`); None is no time. stragglers: clients that
+    take longer. deadline: an `ask` waits no longer, and later replies are lost. faults: what goes wrong.
     """
 
     participation: int | float = 1.0
     local_steps: int | tuple[int, int] | list[int] = 1
     batch_size: int | None = None
     min_replies: int = 1
+    delay: Delay | None = None
+    stragglers: Stragglers | None = None
+    deadline: float | None = None
+    faults: Faults | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.participation, float):
@@ -43,6 +51,11 @@ class Environment:
         if self.batch_size is not None:
             checks.integer("batch_size", self.batch_size, least=1)
         checks.integer("min_replies", self.min_replies, least=1)
+        for name in ("stragglers", "deadline"):
+            if getattr(self, name) is not None and self.delay is None:
+                raise ValueError(f"{name} is {getattr(self, name)} but delay is None; without delays there are none")
+        if self.deadline is not None:
+            checks.positive("deadline", self.deadline)
 
     def check(self, clients: int) -> None:
         """What can only be known with the clients at hand."""
@@ -52,6 +65,8 @@ class Environment:
             raise ValueError(
                 f"min_replies is {self.min_replies}; only {self.cohort(clients)} clients are asked a round"
             )
+        if self.stragglers is not None and self.stragglers.clients > clients:
+            raise ValueError(f"stragglers.clients is {self.stragglers.clients}; there are only {clients} clients")
         if isinstance(self.local_steps, list) and len(self.local_steps) != clients:
             raise ValueError(f"local_steps is a list of {len(self.local_steps)} entries; there are {clients} clients")
 

@@ -1,12 +1,20 @@
-"""Solvers of H z = b that see H only through products, on any vectors that add, scale and have `dot` (trees)."""
+"""Estimates of z = H^-1 b that see H only through products.
+
+A product may be a client's own (`oracle.hessian_product`), an exchange with a cohort, or that of the pooled problem:
+the functions serve all three, also under `vmap`. The classes are the same as arguments; they return the residual too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
 
 from fedbilevel import checks
+from fedbilevel.rng import integers, root
 from fedbilevel.tree import Tree, dot, norm, zeros_like
 
 MatVec = Callable[[Tree], Tree]
@@ -64,9 +72,49 @@ class CG:
         return _solution(matvec, b, z, self.steps)
 
 
+def neumann_sum(matvec: MatVec, b: Tree, steps: int, lr: float) -> Tree:
+    """lr sum_{j < steps} (I - lr H)^j b, by steps - 1 products; tends to H^-1 b for 0 < lr < 2 / L."""
+    term = total = b
+    for _ in range(steps - 1):
+        term = term - lr * matvec(term)
+        total = total + term
+    return lr * total
+
+
+def random_product(matvec: MatVec, b: Tree, steps: int, lr: float, length: int) -> Tree:
+    """lr steps (I - lr H)^length b: with length uniform on {0 .. steps - 1} its expectation is `neumann_sum`."""
+    term = b
+    for _ in range(length):
+        term = term - lr * matvec(term)
+    return lr * steps * term
+
+
+def descend(matvec: MatVec, b: Tree, start: Tree, steps: int, lr: float) -> Tree:
+    """`steps` times z <- z - lr (H z - b), from `start`: the linear system as a problem to descend on, warm-started."""
+    z = start
+    for _ in range(steps):
+        z = z - lr * (matvec(z) - b)
+    return z
+
+
+def directional(gradient: Callable[[Tree], Any], point: Tree, width: float = 1e-4) -> Callable[[Tree], Any]:
+    """Products without second derivatives: v -> (gradient(point + h v) - gradient(point - h v)) / 2h.
+
+    For grad_y g as a function of y this is d2yy g v, for grad_x g it is d2xy g v. h = width / ||v||, so that the error
+    is of the order of width^2 whatever the length of v.
+    """
+
+    def product(v: Tree) -> Any:
+        h = width / norm(v).clamp(min=torch.finfo(next(iter(v.values())).dtype).tiny)
+        above, below = gradient(point + v * h), gradient(point - v * h)
+        return pytree.tree_map(lambda a, b: (a - b) / (2 * h), above, below)
+
+    return product
+
+
 @dataclass(frozen=True)
 class Neumann:
-    """The truncated sum z = lr * sum_{j < steps} (I - lr H)^j b; converges for 0 < lr < 2 / L. Memory flat in steps."""
+    """`neumann_sum` with `steps` terms."""
 
     steps: int = 100
     lr: float = 0.1
@@ -76,8 +124,39 @@ class Neumann:
         checks.positive("lr", self.lr)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
-        term = total = b
-        for _ in range(self.steps - 1):
-            term = term - self.lr * matvec(term)
-            total = total + term
-        return _solution(matvec, b, self.lr * total, self.steps - 1)
+        return _solution(matvec, b, neumann_sum(matvec, b, self.steps, self.lr), self.steps - 1)
+
+
+@dataclass(frozen=True)
+class RandomProduct:
+    """`random_product` of a length drawn with `seed`."""
+
+    steps: int = 100
+    lr: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.integer("steps", self.steps, least=1)
+        checks.positive("lr", self.lr)
+        checks.integer("seed", self.seed, least=0)
+
+    def __call__(self, matvec: MatVec, b: Tree) -> Solution:
+        length = int(integers(root(self.seed, "random product"), 0, self.steps - 1))
+        return _solution(matvec, b, random_product(matvec, b, self.steps, self.lr, length), length)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """`descend` from `start` (0 if not given)."""
+
+    steps: int = 100
+    lr: float = 0.1
+    start: Tree | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer("steps", self.steps, least=1)
+        checks.positive("lr", self.lr)
+
+    def __call__(self, matvec: MatVec, b: Tree) -> Solution:
+        start = zeros_like(b) if self.start is None else self.start
+        return _solution(matvec, b, descend(matvec, b, start, self.steps, self.lr), self.steps)

@@ -32,12 +32,16 @@ class Phase(ABC):
     A carry is any nest of tuples and trees of tensors. The runtime owns the loop: it draws the batches, runs the steps,
     for one client or for a stack of them under `torch.func.vmap`, and counts. All four are pure functions of what they
     are given and of the settings: a step that is run often is traced once and replayed.
+
+    A phase that `remembers` adds "memory" to what `finish` returns, a dict of trees and tensors that stays with the
+    client: its next such phase finds it in `message.memory`, which is empty at first and after `{}` was left there.
     """
 
     steps: Steps = 1  # "local": the environment's number of local steps
     batch: ClassVar[Literal["train", "val", "both"]] = "both"
     full: bool = False  # every sample instead of a mini-batch
     reply: ClassVar[Mapping[str, Literal["x", "y", "scalar"]]]
+    remembers: ClassVar[bool] = False  # it reads and leaves a memory of the client's own
     summed: ClassVar[bool] = True  # the server sees only means of these replies, never a single one
 
     def __init__(self, settings: Any) -> None:

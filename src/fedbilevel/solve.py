@@ -6,7 +6,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedbilevel import algorithms, checks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
 from fedbilevel.federation import QuorumError, SimulatedFederation
-from fedbilevel.federation.simulated import on_client, stacked
+from fedbilevel.federation.clients import on_client, stacked
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
 from fedbilevel.rng import fold_in, root, rows, subset
@@ -279,5 +279,7 @@ def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """A dataclass as a table; a schedule is told, not stored."""
-    return {key: repr(value) if callable(value) else value for key, value in vars(settings).items()}
+    """A dataclass as a table; a schedule or a delay is told, not stored."""
+    return {
+        key: repr(value) if callable(value) or is_dataclass(value) else value for key, value in vars(settings).items()
+    }

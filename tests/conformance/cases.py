@@ -67,6 +67,33 @@ def simfbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
+def afbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client, no delay and K = 1: the mean of the directions along the local path."""
+    x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        lx, ly, lz, path = x, y, z, []
+        for _ in range(steps):
+            path.append(directions(m, lx, ly, lz))
+            dx, dy, dz = path[-1]
+            lx, ly, lz = lx - h["lr_x"] * dx, ly - h["lr_y"] * dy, lz - h["lr_z"] * dz
+        hx, hy, hz = (torch.stack(d).mean(0) for d in zip(*path, strict=True))
+        x, y, z = x - h["server_lr_x"] * hx, y - h["server_lr_y"] * hy, ball(z - h["server_lr_z"] * hz, h["radius"])
+    return x, y
+
+
+def afl(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client: the mean of its own directions along the local path."""
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        lx, ly, path = x, y, []
+        for _ in range(steps):
+            path.append(local_gradients(m, h | {"neumann_steps": h["neumann_steps"] + 1}, lx, ly))
+            lx, ly = lx - h["lr_x"] * path[-1][0], ly - h["lr_y"] * path[-1][1]
+        hx, hy = (torch.stack(d).mean(0) for d in zip(*path, strict=True))
+        x, y = x - h["server_lr_x"] * hx, y - h["server_lr_y"] * hy
+    return x, y
+
+
 def adaptive(storm: bool) -> Centralised:
     def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
         server = [torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])]
@@ -187,6 +214,25 @@ def fedbio(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
         dx, dy, dz = directions(m, x, y, z)
         x, y, z = x - h["lr_x"] * dx, y - h["lr_y"] * dy, ball(z - h["lr_z"] * dz, h["radius"])
     return x, y
+
+
+def fedbioacc(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client the second exchange renews the momenta where a local step would."""
+    x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
+    moments = directions(m, x, y, z)
+    for _ in range(steps * iterations):
+        old = directions(m, x, y, z)
+        mx, my, mz = moments
+        x, y, z = x - h["lr_x"] * mx, y - h["lr_y"] * my, ball(z - h["lr_z"] * mz, h["radius"])
+        new, keep = directions(m, x, y, z), 1 - h["momentum_weight"]
+        moments = tuple(n + keep * (v - o) for n, v, o in zip(new, moments, old, strict=True))  # type: ignore[assignment]
+    return x, y
+
+
+def fedbioacc_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+    """Down: the point and its momenta, then the new point; up: two changes of three. Every renewal evaluates twice."""
+    sent = len(steps) * (x + 2 * y)
+    return 2, 3 * sent, 2 * sent, 2 * 3 * sum(steps)
 
 
 def mean_of_local_hypergradients(task: Any, h: dict[str, Any]) -> Tensor:
@@ -335,11 +381,26 @@ CASES = {
     "shrofbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
     "asfbo": Case(_ADAPTIVE, adaptive(storm=False), one_round(lambda tau: tau)),
     "la-asfbo": Case(_ADAPTIVE, adaptive(storm=True), one_round(lambda tau: 2 * tau - 1)),
+    "afbo": Case(_SINGLE_LOOP, afbo, one_round(lambda tau: tau)),
+    "afl": Case(
+        {"lr_x": 0.1, "lr_y": 0.5, "server_lr_x": 0.1, "server_lr_y": 0.5, "neumann_lr": 1.0, "neumann_steps": 5},
+        afl,
+        lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), (1 + 2 * 5 + 1 + 2 + 1) * sum(steps)),
+        rounds=200,
+        goal=mean_of_local_hypergradients,
+    ),
     "fednest": Case(_NESTED, fednest, fednest_cost, rounds=32 * 80),
     "lfednest": Case(
         _NESTED | {"neumann_steps": 5}, lfednest, lfednest_cost, rounds=3 * 100, goal=mean_of_local_hypergradients
     ),
     "fedbio": Case({"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0}, fedbio, one_round(lambda tau: tau)),
+    "fedbioacc": Case(
+        {"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0, "momentum_weight": 0.7},
+        fedbioacc,
+        fedbioacc_cost,
+        once=(1, 4 * (24 + 32), 4 * (24 + 32), 4 * 3),
+        rounds=500,
+    ),
     "fedavg": Case(
         {"lr_x": 0.1, "lr_y": 0.4, "server_lr": 0.9, "train": "y"},
         fedavg,

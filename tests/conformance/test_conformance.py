@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,6 +194,23 @@ def test_same_seed_same_run_another_seed_another_run(name: str) -> None:
     )
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+    task = fb.tasks.load("quadratic", clients=5, samples=4, noise=1.0)
+    environment = fb.Environment(participation=3, local_steps=(1, 3), batch_size=2)
+
+    def solve(rounds: int, folder: str, resume: bool = False) -> fb.Result:
+        method, out = build(name), tmp_path / folder
+        return fb.solve(
+            task.problem, task.clients, method, rounds=rounds, environment=environment, out=out, resume=resume
+        )
+
+    budget = 3 * solve(1, "stopped").history[-1]["round"]
+    resumed, whole = solve(budget, "stopped", resume=True), solve(budget, "whole")
+    assert whole.history[-1]["iteration"] >= 2
+    assert all(map(torch.equal, tensors((resumed.x, resumed.y)), tensors((whole.x, whole.y))))
 
 
 @pytest.mark.parametrize("name", NAMES)

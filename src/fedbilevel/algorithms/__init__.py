@@ -35,16 +35,20 @@ def get(name: str) -> type[Algorithm]:
 
 
 from fedbilevel.algorithms.adafbio import AdaFBiO  # noqa: E402
+from fedbilevel.algorithms.afbo import AFBO  # noqa: E402
+from fedbilevel.algorithms.afl import AFL  # noqa: E402
 from fedbilevel.algorithms.aggitd import AggITD  # noqa: E402
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO  # noqa: E402  (they register themselves)
 from fedbilevel.algorithms.fedavg import FedAvg  # noqa: E402
-from fedbilevel.algorithms.fedbio import FedBiO  # noqa: E402
+from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc  # noqa: E402
 from fedbilevel.algorithms.fedmbo import FedMBO  # noqa: E402
 from fedbilevel.algorithms.fednest import FedNest, LFedNest  # noqa: E402
 from fedbilevel.algorithms.localbsg import LocalBSGM, LocalBSGVR  # noqa: E402
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
 
 __all__ = [
+    "AFBO",
+    "AFL",
     "ASFBO",
     "LAASFBO",
     "AdaFBiO",
@@ -52,6 +56,7 @@ __all__ = [
     "Algorithm",
     "FedAvg",
     "FedBiO",
+    "FedBiOAcc",
     "FedMBO",
     "FedNest",
     "LFedNest",

@@ -15,7 +15,7 @@ from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.localbsg import Begin
-from fedbilevel.algorithms.rounds import local_hypergradient
+from fedbilevel.algorithms.rounds import local_hypergradient, storm
 from fedbilevel.federation.base import Federation
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Message, Phase
@@ -68,11 +68,11 @@ class Descend(Phase):
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         h, (x, y, u, v) = self.settings, c.here
-        w, old = h.momentum_weight, local_hypergradient(oracle, x, y, batch, h)
+        old = local_hypergradient(oracle, x, y, batch, h)
         x = oracle.project_x(x - h.lr_x * u.map(lambda ui, ai: ui / (ai.sqrt() + h.norm_floor), c.a))
         y = y - h.lr_y * (v / (c.b + h.norm_floor))
         new = local_hypergradient(oracle, x, y, batch, h)
-        u, v = (n + (1 - w) * (m - o) for n, m, o in zip(new, (u, v), old, strict=True))
+        u, v = storm(new, (u, v), old, h.momentum_weight)
         return c._replace(here=Point(x, y, u, v))
 
     def finish(self, c: Local) -> dict[str, Any]:
@@ -112,13 +112,7 @@ class AdaFBiO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.fraction("momentum_weight", self.momentum_weight)
-        if not 0 <= checks.number("norm_decay", self.norm_decay) < 1:
-            raise ValueError(f"norm_decay is {self.norm_decay}; it must be in [0, 1)")
-        checks.positive("norm_floor", self.norm_floor)
-        checks.positive("neumann_lr", self.neumann_lr)
         checks.integer("neumann_steps", self.neumann_steps, least=2)
-        checks.one_of("truncation", self.truncation, ("random", "sum"))
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import (
@@ -20,7 +19,6 @@ from fedbilevel.algorithms.rounds import (
     Once,
     UpperGradientY,
     UpperRound,
-    check_steps,
 )
 from fedbilevel.federation.base import Federation
 from fedbilevel.oracle import Oracle
@@ -94,14 +92,6 @@ class AggITD(Algorithm):
     lower_steps: int | str | None = "5 epochs"
     upper_steps: int | str | None = None
     printed: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive("neumann_lr", self.neumann_lr)
-        checks.integer("inner_rounds", self.inner_rounds, least=1)
-        checks.one_of("lower", self.lower, ("svrg", "sgd"))
-        check_steps("lower_steps", self.lower_steps)
-        check_steps("upper_steps", self.upper_steps)
 
     def init(self, problem: Problem) -> State:
         return State(*problem.start)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.rounds import storm
 from fedbilevel.federation.base import Federation
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.phase import Message, Phase
@@ -130,12 +131,6 @@ class ASFBO(Algorithm):
             low, high = checks.pair(name, getattr(self, name))
             if not 0 < low <= high:
                 raise ValueError(f"{name} is {(low, high)}; it must be (low, high) with 0 < low <= high")
-        checks.fraction("momentum_weight", self.momentum_weight)
-        if not 0 <= checks.number("norm_decay", self.norm_decay) < 1:
-            raise ValueError(f"norm_decay is {self.norm_decay}; it must be in [0, 1)")
-        checks.positive("norm_floor", self.norm_floor)
-        checks.positive("radius", self.radius)
-        checks.non_negative("damping", self.damping)
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start
@@ -171,11 +166,8 @@ class DescendStorm(Descend):
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
         """m_k = d(new point) + (1 - beta) (m_{k-1} - d(old point)), both on one batch (eq. 21)."""
-        beta, damping = self.settings.momentum_weight, self.settings.damping
-        d = oracle.directions(*c.now, batch, damping)
-        old = oracle.directions(*c.before, batch, damping)
-        m = Directions(*(new + (1 - beta) * (m - was) for new, m, was in zip(d, c.m, old, strict=True)))
-        return self.move(c, m, oracle)
+        new, old = (oracle.directions(*point, batch, self.settings.damping) for point in (c.now, c.before))
+        return self.move(c, Directions(*storm(new, c.m, old, self.settings.momentum_weight)), oracle)
 
 
 @register("la-asfbo")

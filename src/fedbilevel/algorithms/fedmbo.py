@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import HessianProduct, Hypergradient, LowerGradient, UpperGradientY
@@ -65,12 +64,6 @@ class FedMBO(Algorithm):
     neumann_lr: float = 0.1
     neumann_steps: int = 5
     inner_rounds: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive("neumann_lr", self.neumann_lr)
-        checks.integer("neumann_steps", self.neumann_steps, least=1)
-        checks.integer("inner_rounds", self.inner_rounds, least=1)
 
     def init(self, problem: Problem) -> State:
         return State(*problem.start)

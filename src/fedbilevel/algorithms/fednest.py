@@ -21,11 +21,11 @@ from fedbilevel.algorithms.rounds import (
     UpperGradientY,
     UpperRound,
     Walk,
-    check_steps,
-    local_neumann,
     local_steps,
+    own_hypergradient,
 )
 from fedbilevel.federation.base import Federation
+from fedbilevel.linear import neumann_sum, random_product
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Message, Phase, Steps
 from fedbilevel.problem import Batch, Problem
@@ -63,15 +63,6 @@ class _Nested(Algorithm):
     lower_steps: int | str | None = "5 epochs"
     upper_steps: int | str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive("neumann_lr", self.neumann_lr)
-        checks.integer("neumann_steps", self.neumann_steps, least=1)
-        checks.integer("inner_rounds", self.inner_rounds, least=1)
-        checks.one_of("lower", self.lower, ("svrg", "sgd"))
-        check_steps("lower_steps", self.lower_steps)
-        check_steps("upper_steps", self.upper_steps)
-
     def init(self, problem: Problem) -> State:
         return State(*problem.start)
 
@@ -98,7 +89,8 @@ class FedNest(_Nested):
         x_i <- x_i - lr_x (h - grad_x f_i(x, y) + grad_x f_i(x_i, y));   then x <- x + mean (x_i - x).
 
     Departures from print: the Neumann sum is deterministic by default; clients send displacements. A new cohort is
-    drawn for every lower round, for every factor of p, and for the steps on x.
+    drawn for every lower round, for v, for every factor of p, and for h with the steps on x: with one cohort for v and
+    h their product would be biased.
 
     `compat="reference"` does what the published code does, which is not the published algorithm: each client multiplies
     by its own Hessian only, and the server averages the proposals of all factors so far, so that
@@ -124,7 +116,6 @@ class FedNest(_Nested):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of("truncation", self.truncation, ("sum", "random"))
         if self.compat is not None:
             checks.one_of("compat", self.compat, ("reference",))
 
@@ -135,7 +126,7 @@ class FedNest(_Nested):
     def iterate(self, s: State, fed: Federation) -> State:
         x, y = s.x, self.inner(s.x, s.y, fed)
         S = fed.sample()
-        v = fed.ask("start", S, x=x, y=y).mean("v")
+        v = fed.ask("start", S if self.compat else fed.sample(), x=x, y=y).mean("v")
         p = self.reference_product(x, y, v, S, fed) if self.compat else self.inverse_product(x, y, v, fed)
         h = fed.ask("hypergradient", S, x=x, y=y, p=p).mean("h")
         x = x + fed.ask("upper_round", S, x=x, y=y, h=h).mean("dx")
@@ -144,11 +135,13 @@ class FedNest(_Nested):
     def inverse_product(self, x: Tree, y: Tree, v: Tree, fed: Federation) -> Tree:
         """FedIHGP: an estimate of [mean H]^-1 v."""
         lam, N = self.neumann_lr, self.neumann_steps
-        term = total = v
-        for _ in range(N if self.truncation == "sum" else fed.draw(N)):
-            term = term - lam * fed.ask("product", fed.sample(), x=x, y=y, v=term).mean("hv")
-            total = total + term
-        return lam * total if self.truncation == "sum" else lam * N * term
+
+        def product(v: Tree) -> Tree:
+            return fed.ask("product", fed.sample(), x=x, y=y, v=v).mean("hv")  # type: ignore[no-any-return]
+
+        if self.truncation == "sum":
+            return neumann_sum(product, v, N + 1, lam)
+        return random_product(product, v, N, lam, fed.draw(N))
 
     def reference_product(self, x: Tree, y: Tree, v: Tree, S: list[int], fed: Federation) -> Tree:
         """As coded: powers of local Hessians, the k-th weighted 1/k."""
@@ -177,9 +170,7 @@ class LocalUpperRound(Phase):
 
     def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
         x, y, h = c.here, c.other, self.settings
-        v = oracle.upper_gradient_y(x, y, batch)
-        p = local_neumann(oracle, x, y, v, batch, h.neumann_steps, h.neumann_lr)
-        d = oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
+        d = own_hypergradient(oracle, x, y, batch, h.neumann_steps + 1, h.neumann_lr)
         return c._replace(here=oracle.project_x(x - h.lr_x * d))
 
     def finish(self, c: Walk) -> dict[str, Any]:

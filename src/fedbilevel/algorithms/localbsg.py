@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import local_hypergradient
+from fedbilevel.algorithms.rounds import local_hypergradient, storm
 from fedbilevel.federation.base import Federation
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Message, Phase
@@ -120,10 +120,7 @@ class LocalBSGM(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.fraction("momentum_weight", self.momentum_weight)
-        checks.positive("neumann_lr", self.neumann_lr)
         checks.integer("neumann_steps", self.neumann_steps, least=2)
-        checks.one_of("truncation", self.truncation, ("random", "sum"))
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start
@@ -144,10 +141,10 @@ class DescendStorm(Descend):
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         h, (x, y, u, v) = self.settings, c.here
-        w, old = h.momentum_weight, local_hypergradient(oracle, x, y, batch, h)
+        old = local_hypergradient(oracle, x, y, batch, h)
         x, y = oracle.project_x(x - h.lr_x * u), y - h.lr_y * v
         new = local_hypergradient(oracle, x, y, batch, h)
-        u, v = (n + (1 - w) * (m - o) for n, m, o in zip(new, (u, v), old, strict=True))
+        u, v = storm(new, (u, v), old, h.momentum_weight)
         return c._replace(here=Point(x, y, u, v))
 
 

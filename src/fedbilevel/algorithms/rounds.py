@@ -5,9 +5,10 @@ Clients reply with directions and displacements, never with iterates: means over
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
-from fedbilevel import checks
+from fedbilevel.linear import neumann_sum
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase, Steps
 from fedbilevel.problem import Batch
@@ -144,15 +145,6 @@ class UpperRound(Phase):
         return {"dx": c.here - c.start}
 
 
-def local_neumann(oracle: Oracle, x: Tree, y: Tree, v: Tree, batch: Batch, steps: int, lr: float) -> Tree:
-    """lr sum_{k <= steps} (I - lr d2yy g_i)^k v, with the client's own Hessian: biased when clients differ."""
-    term = total = v
-    for _ in range(steps):
-        term = term - lr * oracle.hessian_product(x, y, term, batch)
-        total = total + term
-    return lr * total
-
-
 def local_steps(setting: int | str | None) -> Steps:
     """A method's own number of local steps: the environment's (None), a number, or "5 epochs"."""
     if isinstance(setting, str):
@@ -160,15 +152,16 @@ def local_steps(setting: int | str | None) -> Steps:
     return "local" if setting is None else setting
 
 
-def check_steps(name: str, setting: int | str | None) -> None:
-    if isinstance(setting, str):
-        count, _, unit = setting.partition(" ")
-        if not count.isdigit() or int(count) < 1 or unit not in ("epoch", "epochs"):
-            raise ValueError(
-                f"{name} is {setting!r}; it must be a whole number, 'N epochs', or None for the environment's"
-            )
-    elif setting is not None:
-        checks.integer(name, setting, least=1)
+def storm(new: Iterable[Tree], momenta: Iterable[Tree], old: Iterable[Tree], weight: float) -> list[Tree]:
+    """STORM (Cutkosky and Orabona 2019): m <- d(new) + (1 - weight) (m - d(old)), both evaluated on one batch."""
+    return [d + (1 - weight) * (m - was) for d, m, was in zip(new, momenta, old, strict=True)]
+
+
+def own_hypergradient(oracle: Oracle, x: Tree, y: Tree, batch: Batch, terms: int, lr: float) -> Tree:
+    """grad_x f_i - d2xy g_i p_i, with p_i the client's own Neumann sum of so many terms."""
+    v = oracle.upper_gradient_y(x, y, batch)
+    p = neumann_sum(lambda v: oracle.hessian_product(x, y, v, batch), v, terms, lr)
+    return oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
 
 
 def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) -> tuple[Tree, Tree]:
@@ -179,12 +172,10 @@ def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) 
     so that two evaluations on the same batches share it.
     """
     batch, lam, J = batches[0], h.neumann_lr, len(batches)
-    v = oracle.upper_gradient_y(x, y, batch)
     if h.truncation == "sum":
-        p = local_neumann(oracle, x, y, v, batch, J - 1, lam)
-    else:
-        length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lam * J * v
-        for k, fresh in enumerate(batches[1:], start=1):
-            p = p - (k <= length) * (lam * oracle.hessian_product(x, y, p, fresh))
+        return own_hypergradient(oracle, x, y, batch, J, lam), oracle.lower_gradient_y(x, y, batch)
+    length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lam * J * oracle.upper_gradient_y(x, y, batch)
+    for k, fresh in enumerate(batches[1:], start=1):
+        p = p - (k <= length) * (lam * oracle.hessian_product(x, y, p, fresh))
     d_x = oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
     return d_x, oracle.lower_gradient_y(x, y, batch)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.federation.base import Federation
@@ -112,11 +111,6 @@ class SimFBO(Algorithm):
     radius: float = 1000.0
     damping: float = 0.0
     independent_batches: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive("radius", self.radius)
-        checks.non_negative("damping", self.damping)
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start

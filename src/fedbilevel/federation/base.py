@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +46,7 @@ class Ledger:
     virtual_s: float = 0.0
     wall_s: float = 0.0
     refused_replies: int = 0
+    lost_tasks: int = 0
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> Ledger:
@@ -77,7 +79,10 @@ class Reply(NamedTuple):
 
 
 class Federation(Protocol):
-    """`ask` is a barrier and one communication round; `post` and `collect` are the same without the barrier."""
+    """`ask` is a barrier and one communication round; `post` and `collect` are the same without the barrier.
+
+    A client has at most one posted task at a time, and posted tasks are of one phase at a time.
+    """
 
     problem: Problem
     ledger: Ledger
@@ -111,13 +116,33 @@ class Federation(Protocol):
         """Send without waiting."""
         ...
 
-    def collect(self, count: int) -> Replies:
-        """The next `count` arrivals."""
+    def collect(self, count: int | None = None) -> Replies:
+        """The next `count` arrivals that are accepted (the environment's participation if None), or all there are."""
+        ...
+
+    def uncharged(self) -> AbstractContextManager[None]:
+        """Within, exchanges cost nothing and take no time: only to simulate what a paper takes to be free."""
         ...
 
     def record(self, **values: float | Tensor) -> None:
         """An algorithm's own numbers for the metrics; averaged between evaluations."""
         ...
+
+
+def wrong(values: Mapping[str, Any], declared: Mapping[str, str], problem: Problem, *stack: int) -> str | None:
+    """What is wrong with the form of a reply, or of a stack of replies: it must be as its phase declares."""
+    if values.keys() != declared.keys():
+        return f"replied with {sorted(values)}; it declares {sorted(declared)}"
+    for name, kind in declared.items():
+        model = torch.zeros(()) if kind == "scalar" else getattr(problem, kind)
+        if _shapes(values[name]) != {key: (*stack, *shape) for key, shape in _shapes(model).items()}:
+            return f"replied with {name!r} of another shape than {kind!r}, which it declares"
+    return None
+
+
+def _shapes(value: Tensor | Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    items = {"": value} if isinstance(value, Tensor) else value
+    return {key: tuple(tensor.shape) for key, tensor in items.items()}
 
 
 class Replies:
@@ -129,6 +154,7 @@ class Replies:
 
     def __init__(self, phase: str, place: str, summed: bool) -> None:
         self.phase, self.place, self.summed = phase, place, summed
+        self.idle: list[int] = []  # clients whose task has ended, well or not: whom to send the next one
         self.refused: list[str] = []
         self._replies: list[Reply] = []
         self._sums: dict[str, Any] = {}
@@ -150,12 +176,17 @@ class Replies:
     def _check(self, client: int, values: Mapping[str, Any]) -> bool:
         wrong = [name for name, value in values.items() if not is_finite(value)]
         if wrong:
-            self.refused.append(f"client {client}: {wrong[0]} is not finite")
-            log.warning("%s: reply refused, %s", self.place, self.refused[-1])
+            self.refuse(client, f"{wrong[0]} is not finite")
         return not wrong
+
+    def refuse(self, client: int, why: str) -> None:
+        self.refused.append(f"client {client}: {why}")
+        log.warning("%s: reply refused, %s", self.place, self.refused[-1])
 
     def mean(self, name: str) -> Any:
         """sum over C of p~_i value_i: a tree, or a number for scalars and "steps"."""
+        if not self._replies:
+            raise QuorumError(f"{self.place}: no reply was accepted")
         if name not in self._sums:
             raise KeyError(f"phase {self.phase!r} replies with {', '.join(self._sums)}, not {name!r}")
         total = pytree.tree_map(lambda t: t / len(self), self._sums[name])

@@ -1,59 +1,45 @@
-"""A federation on one machine: the clients of a round run as one stack under `vmap`, in chunks, or one by one."""
+"""A federation on one machine, with a virtual clock: who is asked what, when it ends, and what becomes of it."""
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbilevel import checks
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import ClientError, Cost, Ledger, QuorumError, Replies, Reply
-from fedbilevel.federation.batches import Batches, passes, shape
-from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Epochs, Message, Phase
+from fedbilevel.federation.base import Ledger, QuorumError, Replies, Reply, wrong
+from fedbilevel.federation.clients import Assignment, Clients, Exchange, on_client
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, integers, root, subset
-from fedbilevel.trace import Flat, trace
 from fedbilevel.tree import nbytes
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
-TRACE_FROM = 50  # iterations; a trace costs about as much as it saves in that many
+AHEAD = 1024  # posted tasks that are evaluated together, because one of them is due
 
 Each = Sequence[Mapping[str, Any]] | None
+Values = dict[str, Any]
 
 
-class Assignment(NamedTuple):
-    """One client's share of an exchange. `key`, from a number unique in the run, is the root of the client's draws."""
+class Ending(NamedTuple):
+    """When a task ends and how. Ties go by the task's number; `copy` 1 is a second answer to the same task."""
 
-    place: int
+    due: float
+    number: int
+    copy: int
     client: int
-    steps: int
-    each: Mapping[str, Any]
-    key: Tensor
-
-
-class Exchange(NamedTuple):
-    """What all clients of one `ask` have in common."""
-
-    phase: str
-    role: Phase
-    shared: Mapping[str, Any]
-    place: str
-
-
-Part = tuple[list[Assignment], dict[str, Any]]  # some clients' tasks, and the stack of their replies
-Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
+    lost: bool
 
 
 class SimulatedFederation:
@@ -61,6 +47,10 @@ class SimulatedFederation:
 
     mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes; "loop" runs them
     one by one, for debugging and for losses that `vmap` cannot take. Both see the same draws and agree to rounding.
+
+    The clock is virtual: an `ask` takes as long as its slowest client, a posted task is due when its client's delay is
+    over. What a posted task computes depends only on what was sent, so it is evaluated when it is first needed,
+    together with others that are under way.
     """
 
     def __init__(
@@ -83,17 +73,25 @@ class SimulatedFederation:
         self.environment = environment or Environment()
         self.environment.check(len(clients))
         self.weights = client_weights(weights, clients)
-        self.seed, self.device, self.memory = checks.integer("seed", seed, least=0), device, memory
+        self.seed, self.device = checks.integer("seed", seed, least=0), device
         self.mode = checks.one_of("mode", mode, ("stack", "loop"))
         algorithm.check(problem)
         on_client(0, "before round 1", lambda: problem.check(clients[0], device))
+        self.engine = Clients(problem, clients, algorithm, self.environment, device, self.mode, memory)
         self.ledger = Ledger()
         self.cohorts = 0
         self.draws = 0
         self.assignments = 0
+        self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by number
+        self.busy: set[int] = set()  # their clients
+        self.pending: dict[int, Assignment] = {}  # those of them that are not evaluated
+        self.ready: dict[int, Values] = {}  # the replies of the others, not yet due
+        self.endings: list[Ending] = []  # a heap
+        self.free_at: dict[int, float] = {}  # when a client that is busy or away can begin the next task
+        slow = self.environment.stragglers
+        self.slow = frozenset(subset(root(self.seed, "stragglers"), len(clients), slow.clients) if slow else ())
         self._records: dict[str, list[float]] = defaultdict(list)
-        self._footprints: dict[str, int] = {}
-        self._traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int]] = {}
+        self._heard: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -105,260 +103,237 @@ class SimulatedFederation:
     def sample(self) -> list[int]:
         key = fold_in(root(self.seed, "cohort"), self.cohorts)
         self.cohorts += 1
-        return subset(key, len(self), self.environment.cohort(len(self)))
+        size = self.environment.cohort(len(self))
+        self.free_at = {client: time for client, time in self.free_at.items() if time > self.now}
+        if not self.free_at:
+            return subset(key, len(self), size)
+        if len(self.free_at) == len(self):  # everyone is away
+            self.ledger.virtual_s = min(self.free_at.values())
+        present = [client for client in range(len(self)) if self.free_at.get(client, 0.0) <= self.now]
+        return [present[place] for place in subset(key, len(present), size)]
 
     def draw(self, count: int) -> int:
         key = fold_in(root(self.seed, "server"), self.draws)
         self.draws += 1
         return int(integers(key, 0, count - 1))
 
+    @contextmanager
+    def uncharged(self) -> Iterator[None]:
+        ledger, free_at = self.ledger, self.free_at
+        self.ledger, self.free_at = deepcopy(ledger), dict(free_at)
+        try:
+            yield
+        finally:
+            self.ledger, self.free_at = ledger, free_at
+
     def record(self, **values: float | Tensor) -> None:
         for name, value in values.items():
             self._records[name].append(float(value))
 
     def records(self) -> dict[str, float]:
-        """The means of what was recorded since the last call."""
-        means = {name: sum(values) / len(values) for name, values in self._records.items()}
+        """What was recorded since the last call: the largest of what is called max_..., the means of the rest."""
+        means = {name: max(v) if name.startswith("max_") else sum(v) / len(v) for name, v in self._records.items()}
+        if self._heard:
+            means["participants"] = len(self._heard)
         self._records.clear()
+        self._heard.clear()
         return means
 
     def snapshot(self) -> dict[str, Any]:
         """Everything but the state that the next iteration depends on or adds to."""
+        exchanges = list({id(w.exchange): w.exchange for w in self.flying.values()}.values())
+        places = {id(exchange): place for place, exchange in enumerate(exchanges)}
         return {
             "ledger": asdict(self.ledger),
             "cohorts": self.cohorts,
             "draws": self.draws,
             "assignments": self.assignments,
-            "footprints": dict(self._footprints),  # chunks round differently: a resumed run must cut the same ones
+            "exchanges": [(e.phase, dict(e.shared), e.round, e.iteration) for e in exchanges],
+            "flying": [(places[id(w.exchange)], *w[1:5], dict(w.each), w.key) for w in self.flying.values()],
+            "pending": list(self.pending),
+            "ready": dict(self.ready),
+            "endings": [tuple(ending) for ending in self.endings],
+            "free_at": dict(self.free_at),
             "records": {name: list(values) for name, values in self._records.items()},
+            "heard": sorted(self._heard),
+            **self.engine.snapshot(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
+        def here(value: Any) -> Any:
+            return pytree.tree_map(lambda t: t.to(self.device) if isinstance(t, Tensor) else t, value)
+
         self.ledger = Ledger.load(snapshot["ledger"])
         self.cohorts, self.draws, self.assignments = (snapshot[name] for name in ("cohorts", "draws", "assignments"))
-        self._footprints = dict(snapshot["footprints"])
+        exchanges = [
+            Exchange(phase, self.algorithm.at(iteration), here(shared), round_, iteration)
+            for phase, shared, round_, iteration in snapshot["exchanges"]
+        ]
+        work = [
+            Assignment(exchanges[exchange], number, place, client, steps, here(each), key)
+            for exchange, number, place, client, steps, each, key in snapshot["flying"]
+        ]
+        self.flying, self.busy = {w.number: w for w in work}, {w.client for w in work}
+        self.pending = {number: self.flying[number] for number in snapshot["pending"]}
+        self.ready = {number: here(values) for number, values in snapshot["ready"].items()}
+        self.endings = [Ending(*ending) for ending in snapshot["endings"]]
+        self.free_at = dict(snapshot["free_at"])
         self._records = defaultdict(list, {name: list(values) for name, values in snapshot["records"].items()})
-
-    def post(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> None:
-        raise RuntimeError("post needs the clock: a simulated federation without delays only has ask")
-
-    def collect(self, count: int) -> Replies:
-        raise RuntimeError("collect needs the clock: a simulated federation without delays only has ask")
+        self._heard = set(snapshot["heard"])
+        self.engine.restore(snapshot)
 
     def ask(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> Replies:
-        role, cost = self.settings.phases[phase](self.settings), self.ledger.phase(phase)
-        cost.rounds += 1
-        exchange = Exchange(phase, role, shared, f"phase {phase!r}, round {self.ledger.rounds}")
-        replies = Replies(phase, exchange.place, role.summed)
-        work = self._assign(exchange, clients, each)
-        for chunk in self._chunks(exchange, work):
-            for part, values in self._run(exchange, chunk, cost):
-                _validate(exchange, values, self.problem, len(part))
-                cost.bytes_up += nbytes(values)
-                replies.add([self._reply(w) for w in part], values)
-        cost.bytes_down += sum(nbytes(shared) + nbytes(dict(w.each)) for w in work)
+        self.ledger.phase(phase).rounds += 1
+        exchange, work = self._assign(phase, clients, each, shared)
+        if exchange.role.remembers:  # what was posted before comes before
+            self._evaluate([w for w in self.pending.values() if w.client in clients])
+        replies = Replies(phase, str(exchange), exchange.role.summed)
+        endings = self._send(work)
+        lost = {ending.number for ending in endings if ending.lost}
+        kept = [w for w in work if w.number not in lost]
+        for part, values in self.engine.run(kept, self.ledger) if kept else ():
+            self._accept(part, values, replies)
+        for ending in sorted(endings):
+            self._end(ending, replies)
         self.ledger.refused_replies += len(replies.refused)
         needed = min(self.environment.min_replies, len(work))
         if len(replies) < needed:
             why = f" ({replies.refused[0]})" if replies.refused else ""
             raise QuorumError(
-                f"{exchange.place}: {len(replies)} of {len(work)} replies were accepted, at least {needed} needed{why}"
+                f"{exchange}: {len(replies)} of {len(work)} replies were accepted, at least {needed} needed{why}"
             )
         return replies
 
-    def _assign(self, exchange: Exchange, clients: Sequence[int], each: Each) -> list[Assignment]:
+    def post(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> None:
+        for client, times in Counter(clients).items():
+            if client in self.busy or times > 1:
+                raise RuntimeError(f"client {client} would have two tasks in flight; it can have one at a time")
+        for other in itertools.islice(self.flying.values(), 1):
+            if other.exchange.phase != phase:
+                raise RuntimeError(f"phase {phase!r} must wait: tasks of {other.exchange.phase!r} are in flight")
+        _, work = self._assign(phase, clients, each, shared)
+        self.flying |= {w.number: w for w in work}
+        self.busy |= {w.client for w in work}
+        endings = self._send(work)
+        lost = {ending.number for ending in endings if ending.lost}
+        self.pending |= {w.number: w for w in work if w.number not in lost}
+        for ending in endings:
+            heapq.heappush(self.endings, ending)
+
+    def collect(self, count: int | None = None) -> Replies:
+        if not self.flying:
+            raise RuntimeError("nothing is in flight, so nothing can be collected; post a task first")
+        count = self.environment.cohort(len(self)) if count is None else checks.integer("count", count, least=1)
+        first = next(iter(self.flying.values())).exchange
+        self.ledger.phase(first.phase).rounds += 1
+        replies = Replies(first.phase, f"phase {first.phase!r}, round {self.ledger.rounds}", first.role.summed)
+        while self.endings and len(replies) < count:
+            arrived: list[Assignment] = []
+            while self.endings and len(replies) + len(arrived) < count:
+                ending = heapq.heappop(self.endings)
+                self._end(ending, replies)
+                if not ending.copy:
+                    w = self.flying.pop(ending.number)
+                    self.busy.remove(w.client)
+                    arrived += [] if ending.lost else [w._replace(place=len(replies) + len(arrived))]
+            self._evaluate(arrived)
+            rows = [self.ready.pop(w.number) for w in arrived]
+            if rows:
+                self._accept(arrived, pytree.tree_map(lambda *row: torch.stack(row), *rows), replies)
+        self.ledger.refused_replies += len(replies.refused)
+        if staleness := [reply.staleness for reply in replies]:
+            self.record(staleness=sum(staleness) / len(staleness), max_staleness=max(staleness))
+            self._heard |= {reply.client for reply in replies}
+        return replies
+
+    def _assign(
+        self, phase: str, clients: Sequence[int], each: Each, shared: Mapping[str, Any]
+    ) -> tuple[Exchange, list[Assignment]]:
         """Key the draws of each task and say how many steps it takes."""
         for client in clients:
             checks.integer("client", client, least=0, most=len(self) - 1)
         if each is not None and len(each) != len(clients):
             raise ValueError(f"each has {len(each)} entries; it must have one for each of {len(clients)} clients")
+        exchange = Exchange(phase, self.settings, shared, self.ledger.rounds, self.ledger.iterations)
         numbers = torch.arange(self.assignments, self.assignments + len(clients))
         self.assignments += len(clients)
-        keys = fold_in(fold_in(root(self.seed, exchange.phase), numbers), torch.tensor(clients))
-        taus = self._steps(exchange, fold_in(keys, 0), clients)
+        keys = fold_in(fold_in(root(self.seed, phase), numbers), torch.tensor(clients))
+        taus = self.engine.steps(exchange, fold_in(keys, 0), clients)
         own = each or [{}] * len(clients)
-        parts = zip(range(len(clients)), clients, taus, own, fold_in(keys, 1), strict=True)
-        return [Assignment(*part) for part in parts]
+        parts = zip(numbers.tolist(), itertools.count(), clients, taus, own, fold_in(keys, 1), strict=False)
+        return exchange, [Assignment(exchange, *part) for part in parts]
+
+    def _send(self, work: list[Assignment]) -> list[Ending]:
+        """Decide when and how these tasks end."""
+        conditions, faults = self.environment, self.environment.faults
+        if not work:
+            return []
+        cost = self.ledger.phase(work[0].exchange.phase)
+        cost.bytes_down += sum(nbytes(dict(w.each)) for w in work) + len(work) * nbytes(work[0].exchange.shared)
+        if conditions.delay is None and faults is None:
+            return [Ending(self.now, w.number, 0, w.client, False) for w in work]
+        keys, clients = torch.stack([w.key for w in work]), [w.client for w in work]
+        seconds = conditions.delay.seconds(fold_in(keys, 3), clients) if conditions.delay else [0.0] * len(work)
+        happens = {
+            name: faults.happen(fold_in(keys, 4), name) if faults else [False] * len(work)
+            for name in ("drop", "duplicate", "leave")
+        }
+        latest = self.now + conditions.deadline if conditions.deadline else float("inf")
+        endings = []
+        for w, second, drop, duplicate, leave in zip(work, seconds, *happens.values(), strict=True):
+            slowdown = conditions.stragglers.slowdown if conditions.stragglers and w.client in self.slow else 1.0
+            due = max(self.now, self.free_at.get(w.client, 0.0)) + slowdown * second
+            endings.append(Ending(min(due, latest), w.number, 0, w.client, drop or due > latest))
+            if duplicate and not drop and due <= latest:
+                endings.append(Ending(due, w.number, 1, w.client, False))
+            self.free_at[w.client] = due + (faults.away_s if faults and leave else 0.0)
+        return endings
+
+    def _end(self, ending: Ending, replies: Replies) -> None:
+        self.ledger.virtual_s = max(self.ledger.virtual_s, ending.due)
+        if ending.copy:
+            replies.refuse(ending.client, "answered twice")
+        else:
+            replies.idle.append(ending.client)
+            self.ledger.lost_tasks += ending.lost
+
+    def _evaluate(self, needed: list[Assignment]) -> None:
+        """Compute the replies of these posted tasks, and of more of those under way while at it."""
+        missing = {w.number: w for w in needed if w.number not in self.ready}
+        if not missing:
+            return
+        missing |= dict(itertools.islice(self.pending.items(), AHEAD))
+        for part, values in self.engine.run(list(missing.values()), self.ledger):
+            leaves, form = pytree.tree_flatten(values)
+            for w, *row in zip(part, *(leaf.unbind() for leaf in leaves), strict=True):
+                self.ready[w.number] = pytree.tree_unflatten(row, form)
+                self.pending.pop(w.number, None)
+
+    def _accept(self, work: list[Assignment], values: Values, replies: Replies) -> None:
+        self.ledger.phase(replies.phase).bytes_up += nbytes(values)
+        if self.environment.faults and self.environment.faults.corrupt:
+            work, values = self._corrupt(work, values, replies)
+        if work:
+            replies.add([self._reply(w) for w in work], values)
 
     def _reply(self, w: Assignment) -> Reply:
-        return Reply(w.place, w.client, w.steps, len(self) * self.weights[w.client], staleness=0, values={})
+        staleness = self.ledger.iterations - w.exchange.iteration
+        return Reply(w.place, w.client, w.steps, len(self) * self.weights[w.client], staleness, values={})
 
-    def _steps(self, exchange: Exchange, keys: Tensor, clients: Sequence[int]) -> list[int]:
-        steps = exchange.role.steps
-        if steps == "local":
-            return self.environment.steps(keys, clients)
-        if isinstance(steps, Epochs):
-            return [passes(self._data(exchange, i), self._batch_size(exchange), steps.passes) for i in clients]
-        return [steps] * len(clients)
-
-    def _data(self, exchange: Exchange, client: int) -> ClientData:
-        found = on_client(client, exchange.place, functools.partial(self.clients.__getitem__, client))
-        return cast(ClientData, found)
-
-    def _batch_size(self, exchange: Exchange) -> int | None:
-        return None if exchange.role.full else self.environment.batch_size
-
-    def _chunks(self, exchange: Exchange, work: list[Assignment]) -> Iterator[list[Assignment]]:
-        """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
-        groups: dict[Hashable, list[Assignment]] = defaultdict(list)
-        for w in work:
-            role, data = exchange.role, self._data(exchange, w.client)
-            form = shape(data, role.batch, self._batch_size(exchange), isinstance(role.steps, Epochs))
-            sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(w.each))
-            groups[exchange.phase, form, repr(sent)].append(w)
-        for kind, group in groups.items():
-            alone = self.mode == "loop" or len(group) == 1
-            size = 1 if alone else max(1, self.memory // self._footprint(kind, exchange, group))
-            group.sort(key=lambda w: -w.steps)
-            yield from (group[start : start + size] for start in range(0, len(group), size))
-
-    def _footprint(self, form: Hashable, exchange: Exchange, group: list[Assignment]) -> int:
-        """Bytes a client needs at most: two steps of the largest one are run, and everything allocated is added up."""
-        if (name := repr(form)) not in self._footprints:
-            largest = max(
-                group, key=lambda w: self.clients[w.client].size("train") + self.clients[w.client].size("val")
-            )
-            with _Allocations() as allocations:
-                self._alone(exchange, largest._replace(steps=min(2, largest.steps)), Cost())
-            self._footprints[name] = max(allocations.bytes, 1)
-        return self._footprints[name]
-
-    def _run(self, exchange: Exchange, work: list[Assignment], cost: Cost) -> Iterable[Part]:
-        """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
-        if len(work) == 1:
-            return self._alone(exchange, work[0], cost)
-        try:
-            return list(self._run_stack(exchange, work, stacked, cost))
-        except Exception as error:
-            for w in work:
-                self._alone(exchange, w, Cost())
-            raise ClientError(
-                f"{exchange.place}: every client runs by itself but not in a stack, because of "
-                f"{type(error).__name__}: {_first_line(error)} (mode='loop' runs them one by one)"
-            ) from error
-
-    def _alone(self, exchange: Exchange, w: Assignment, cost: Cost) -> list[Part]:
-        run = on_client(w.client, exchange.place, lambda: list(self._run_stack(exchange, [w], single, cost)))
-        return cast(list[Part], run)
-
-    def _run_stack(self, exchange: Exchange, work: list[Assignment], lift: Lift, cost: Cost) -> Iterator[Part]:
-        """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
-        role = exchange.role
-        data, keys = [self.clients[w.client] for w in work], torch.stack([w.key for w in work])
-        batches = Batches(
-            *(data, keys, role.batch, self._batch_size(exchange)),
-            draws=role.draws,
-            epochs=isinstance(role.steps, Epochs),
-            device=self.device,
-        )
-        dtype = next(iter(self.problem.x.values())).dtype
-        steps = torch.tensor([w.steps for w in work], dtype=dtype, device=self.device)
-
-        def tensor(value: Any) -> Tensor:
-            return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=self.device)
-
-        each = pytree.tree_map(lambda *values: torch.stack([tensor(v) for v in values]), *(dict(w.each) for w in work))
-        carry = lift(lambda each, steps: role.start(Message(**exchange.shared, **each, steps=steps)))(each, steps)
-        active, done = len(work), []
-        for k in range(work[0].steps):
-            still = sum(w.steps > k for w in work)
-            if still < active:
-                done.append((work[still:active], pytree.tree_map(lambda t, still=still: t[still:], carry)))
-                carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
-                active = still
-            carry, gradients = self._step(exchange, k == 0, carry, batches.at(k, active), lift)
-            cost.gradients += gradients * active
-        cost.samples += batches.samples
-        for part, final in [(work[:active], carry), *done]:
-            yield part, lift(role.finish)(final)
-
-    def _step(self, exchange: Exchange, first: bool, carry: Any, batch: Any, lift: Lift) -> tuple[Any, int]:
-        """One step of a stack, and the gradient-equivalents each client spent on it.
-
-        Once a run has shown to be long the step is traced, and replayed from then on. When, depends on the iteration
-        alone: a resumed run makes the same choice, and so the same bits, as one that was never stopped.
-        """
-        values, form = pytree.tree_flatten((carry, batch))
-        oracle, step = Oracle(self.problem), exchange.role.first if first else exchange.role.step
-        after = form
-
-        def flat(*values: Tensor) -> list[Tensor]:
-            nonlocal after
-            stepped = lift(lambda c, b: step(c, oracle, b))(*pytree.tree_unflatten(values, form))
-            leaves, after = pytree.tree_flatten(stepped)
-            return leaves
-
-        moving = self.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
-        if self.ledger.iterations < TRACE_FROM or lift is not stacked or moving:
-            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
-        key = (exchange.phase, first, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
-        if key not in self._traces:
-            run = trace(flat, values)
-            self._traces[key] = (run, after, oracle.gradients)
-        run, after, gradients = self._traces[key]
-        return pytree.tree_unflatten(run(*values), after), gradients
-
-
-def on_client(client: int, place: str, run: Callable[[], Any]) -> Any:
-    """Run something of a client's; its error names the client and the place."""
-    try:
-        return run()
-    except ClientError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"client {client}, {place}: {_first_line(error)}") from error
-    except Exception as error:
-        raise ClientError(f"client {client}, {place}: {type(error).__name__}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or "no message"
-
-
-def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn, written for one client, over the leading axis of every tensor of its arguments."""
-
-    def run(*args: Any) -> Any:
-        values, form = pytree.tree_flatten(args)
-        return vmap(lambda *values: fn(*pytree.tree_unflatten(values, form)))(*values)
-
-    return run
-
-
-def single(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a stack of one, without vmap."""
-
-    def run(*args: Any) -> Any:
-        return pytree.tree_map(lambda t: t.unsqueeze(0), fn(*pytree.tree_map(lambda t: t[0], args)))
-
-    return run
-
-
-def _validate(exchange: Exchange, values: Mapping[str, Any], problem: Problem, count: int) -> None:
-    """A reply holds the names its phase declares, in their shapes."""
-    phase, declared = exchange.phase, exchange.role.reply
-    if values.keys() != declared.keys():
-        raise TypeError(f"phase {phase!r} replied with {sorted(values)}; it declares {sorted(declared)}")
-    for name, kind in declared.items():
-        model = torch.zeros(()) if kind == "scalar" else getattr(problem, kind)
-        if _shapes(values[name]) != {key: (count, *shape) for key, shape in _shapes(model).items()}:
-            raise TypeError(f"phase {phase!r} replied with {name!r} of another shape than {kind!r}, which it declares")
-
-
-def _shapes(value: Tensor | Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    items = {"": value} if isinstance(value, Tensor) else value
-    return {key: tuple(tensor.shape) for key, tensor in items.items()}
-
-
-class _Allocations(TorchDispatchMode):
-    """Adds up the bytes of every new tensor: an upper bound of what a computation holds at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not any(returned.alias_info for returned in func._schema.returns):
-            self.bytes += nbytes(result)
-        return result
+    def _corrupt(self, work: list[Assignment], values: Values, replies: Replies) -> tuple[list[Assignment], Values]:
+        """Spoil some replies, as lying clients would: half of them are not finite, half have another shape."""
+        assert self.environment.faults
+        keys = fold_in(torch.stack([w.key for w in work]), 5)
+        spoilt, cut = self.environment.faults.happen(keys, "corrupt"), (keys % 2 == 0).tolist()
+        values = pytree.tree_map(torch.clone, values)
+        keep = []
+        for j, w in enumerate(work):
+            if spoilt[j] and cut[j]:
+                nonsense = pytree.tree_map(lambda t, j=j: t[j].reshape(-1)[:0], values)
+                replies.refuse(w.client, str(wrong(nonsense, w.exchange.role.reply, self.problem)))
+                continue
+            if spoilt[j]:
+                for leaf in pytree.tree_leaves(values):
+                    leaf[j] = float("nan")
+            keep.append(j)
+        return [work[j] for j in keep], pytree.tree_map(lambda t: t[keep], values)

@@ -12,28 +12,37 @@ from torch import Tensor, nn
 from fedbilevel.rng import fold_in, uniform
 
 
-def mlp(inputs: int, hidden: int, outputs: int, seed: int = 0) -> nn.Module:
+def mlp(inputs: int, hidden: int, outputs: int, seed: int = 0, dropout: float = 0.0) -> nn.Module:
     """One hidden layer of ReLU units."""
 
     def build() -> nn.Module:
-        backbone = nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU())
+        drop = [Dropout(dropout)] if dropout else []
+        backbone = nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), *drop, nn.ReLU())
         return _classifier(backbone, nn.Linear(hidden, outputs))
 
     return seeded(build, seed)
 
 
-def lenet(channels: int, size: int, outputs: int, seed: int = 0) -> nn.Module:
-    """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling, for square images of 28 (padded to 32) or 32 pixels."""
+def lenet(channels: int, size: int, outputs: int, seed: int = 0, head_layers: int = 1) -> nn.Module:
+    """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling, for square images of 28 (padded to 32) or 32 pixels.
+
+    The head is the last of its three fully connected layers, or the last two.
+    """
     if size not in (28, 32):
         raise ValueError(f"size is {size}; it must be 28 or 32")
+    if head_layers not in (1, 2):
+        raise ValueError(f"head_layers is {head_layers}; it must be 1 or 2")
 
     def build() -> nn.Module:
         features = [
             *(nn.Conv2d(channels, 6, 5, padding=(32 - size) // 2), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
         ]
-        layers = [nn.Flatten(), nn.Linear(16 * 5 * 5, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()]
-        return _classifier(nn.Sequential(*features, *layers), nn.Linear(84, outputs))
+        first, second = [nn.Flatten(), nn.Linear(16 * 5 * 5, 120), nn.ReLU()], [nn.Linear(120, 84), nn.ReLU()]
+        last = nn.Linear(84, outputs)
+        if head_layers == 1:
+            return _classifier(nn.Sequential(*features, *first, *second), last)
+        return _classifier(nn.Sequential(*features, *first), nn.Sequential(*second, last))
 
     return seeded(build, seed)
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, get_type_hints
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from fedbilevel import algorithms, schedules, tasks
+from fedbilevel import algorithms, delays, schedules, tasks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
 
@@ -28,7 +28,9 @@ Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SCHEDULES = {"power": schedules.Power, "cosine": schedules.Cosine}
 NAMED = ("task", "data", "algorithm")  # tables for which their name alone may stand
 SMOKE: dict[str, Table] = {  # what makes a task small, by its name
-    "hyper-representation": {"data": "digits", "clients": 2, "samples": 32, "model": "mlp"},
+    "hyper-representation": {"data": "digits", "clients": 2, "samples": 32, "model": "mlp", "head_layers": 1},
+    "hyper-cleaning": {"data": "digits", "clients": 2, "samples": 32},
+    "regularization": {"data": "breast-cancer", "clients": 2, "samples": 32},
     "quadratic": {"clients": 2},
 }
 
@@ -83,17 +85,21 @@ class Runtime(Strict):
 
 
 class Section(BaseModel):
-    """What applies when one algorithm runs: its settings, and its conditions."""
+    """What applies when one algorithm runs: its settings and conditions; under a label of its own, also which it is."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
+    algorithm: str | None = None
     environment: Table = {}
+    task: Table = {}
+    data: Table = {}
 
 
 class Experiment(Strict):
     """A file in `experiments/`, or a resolved config.toml. `algorithms` and `compare` serve to choose from."""
 
     title: str = ""
+    label: str | None = None
     task: Table = {}
     data: Table = {}
     algorithm: Table = {}
@@ -119,6 +125,11 @@ class Config:
     algorithm: Algorithm
     environment: Environment
     load_task: Callable[[Path | None], tasks.Task]  # given where the data is
+
+    @property
+    def label(self) -> str:
+        """The method's name, or that of its section in the experiment."""
+        return self.experiment.label or self.algorithm.name
 
     @property
     def limits(self) -> dict[str, float]:
@@ -169,20 +180,27 @@ def resolve(
         _put(asked, key, value)
     _long_form(place, asked)
     table = _copy(table)
+    for key, value in chosen:  # a section's settings must be there before it is chosen
+        if key.startswith("algorithms."):
+            _put(table, key, value)
     task = _name(asked, "task") or _name(table, "task")
-    name = (
+    label = (
         _name(asked, "algorithm") or algorithm or _name(table, "algorithm") or [*table.get("compare", []), "simfbo"][0]
     )
+    own = dict(table.get("algorithms", {}).get(label, {}))
+    name = own.pop("algorithm", label)
+    conditions = {section: own.pop(section, {}) for section in ("environment", "task", "data")}
     if _name(table, "task") not in (None, task):  # the settings of one are not those of another
         table |= {"task": {}, "data": {}}
+        conditions |= {"task": {}, "data": {}}
     if _name(table, "algorithm") not in (None, name):
-        table["algorithm"] = {}
-    own = table.get("algorithms", {}).get(name, {})
-    table["environment"] = {**table.get("environment", {}), **own.get("environment", {})}
-    tuned = {key: value for key, value in own.items() if key != "environment"}
-    table["algorithm"] = {**table.get("algorithm", {}), **tuned, "name": name}
+        table |= {"algorithm": {}, "label": None}
+    if label != name:
+        table["label"] = label
+    table |= {section: {**table.get(section, {}), **special} for section, special in conditions.items()}
+    table["algorithm"] = {**table.get("algorithm", {}), **own, "name": name}
     for key, value in chosen:
-        _put(table, key, value)
+        _put(table, key, value if key != "algorithm.name" else name)
     experiment = _check(place, "", Experiment, table)
     return _build(place, _check(place, "", Experiment, _smoke(table)) if smoke else experiment)
 
@@ -194,10 +212,11 @@ def _build(place: str, experiment: Experiment) -> Config:
     method, settings = _method(place, "algorithm", chosen.pop("name"), chosen)
     environment = _environment(place, "environment", experiment.environment)
     for other, section in experiment.algorithms.items():
-        _method(place, f"algorithms.{other}", other, section.model_extra or {})
+        _method(place, f"algorithms.{other}", section.algorithm or other, section.model_extra or {})
         _environment(place, f"algorithms.{other}.environment", section.environment)
     for other in experiment.compare:
-        _sentence(place, "compare: ", functools.partial(algorithms.get, other))
+        if other not in experiment.algorithms:
+            _sentence(place, "compare: ", functools.partial(algorithms.get, other))
     runtime = experiment.runtime.model_dump(exclude_none=True)
     table = {
         **experiment.model_dump(exclude_none=True, exclude={"algorithms", "compare", "data"}),
@@ -269,12 +288,16 @@ def _environment(place: str, section: str, table: Table) -> Environment:
     for key in table:
         if key not in known:
             raise ConfigError(_unknown(place, f"{section}.{key}", known))
-    steps, size = table.get("local_steps"), table.get("batch_size")
-    meant = {
-        **table,
-        **({"local_steps": _local_steps(place, f"{section}.local_steps", steps)} if "local_steps" in table else {}),
-        **({"batch_size": None} if size == "full" else {}),
-    }
+    meant = dict(table)
+    if "local_steps" in table:
+        meant["local_steps"] = _local_steps(place, f"{section}.local_steps", table["local_steps"])
+    if table.get("batch_size") == "full":
+        meant["batch_size"] = None
+    for key, kind in (("stragglers", delays.Stragglers), ("faults", delays.Faults)):
+        if key in table:
+            meant[key] = _object(place, f"{section}.{key}", kind, table[key])
+    if "delay" in table:
+        meant["delay"] = _kind(place, f"{section}.delay", "model", delays.MODELS, table["delay"])
     return _sentence(place, f"[{section}] ", lambda: Environment(**meant))  # type: ignore[no-any-return]
 
 
@@ -290,7 +313,10 @@ def _local_steps(place: str, key: str, steps: Any) -> Any:
 
 
 def _environment_table(environment: Environment) -> Table:
-    table = dataclasses.asdict(environment)
+    table = {key: value for key, value in dataclasses.asdict(environment).items() if value is not None}
+    for model, kind in delays.MODELS.items():
+        if isinstance(environment.delay, kind):
+            table["delay"] = {"model": model, **table["delay"]}
     if isinstance(environment.local_steps, list):
         table["local_steps"] = {"clients": environment.local_steps}
     return {**table, "batch_size": "full" if environment.batch_size is None else environment.batch_size}
@@ -298,13 +324,21 @@ def _environment_table(environment: Environment) -> Table:
 
 def _schedule(place: str, key: str, value: Any) -> Any:
     """A table with a `schedule` is a schedule."""
-    if not isinstance(value, dict):
-        return value
-    kind = SCHEDULES.get(str(value.get("schedule")))
-    if kind is None:
-        allowed = " or ".join(map(repr, SCHEDULES))
-        raise ConfigError(f"{place}: {key} is {value}; a table must have schedule = {allowed}")
-    settings = _check(place, key, _model(kind), {k: v for k, v in value.items() if k != "schedule"})
+    return _kind(place, key, "schedule", SCHEDULES, value) if isinstance(value, dict) else value
+
+
+def _kind(place: str, key: str, choice: str, kinds: Mapping[str, Callable[..., Any]], value: Any) -> Any:
+    """What a table describes that says in `choice` which of several kinds it is."""
+    if not isinstance(value, dict) or str(value.get(choice)) not in kinds:
+        allowed = " or ".join(map(repr, kinds))
+        raise ConfigError(f"{place}: {key} is {value}; a table must have {choice} = {allowed}")
+    return _object(place, key, kinds[value[choice]], {k: v for k, v in value.items() if k != choice})
+
+
+def _object(place: str, key: str, kind: Callable[..., Any], table: Any) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place}: {key} is {table!r}; it must be a table")
+    settings = _check(place, key, _model(kind), table)
     return _sentence(place, f"[{key}] ", lambda: kind(**settings))
 
 

@@ -22,7 +22,7 @@ class RunFolder:
 
     @property
     def algorithm(self) -> str:
-        return str(self.config["algorithm"]["name"])
+        return str(self.config.get("label") or self.config["algorithm"]["name"])
 
     @property
     def seed(self) -> int:

@@ -1,0 +1,304 @@
+"""What clients compute: tasks on data held in memory, as one stack under `vmap`, in chunks, or one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedbilevel.environment import Environment
+from fedbilevel.federation.base import ClientError, Cost, Ledger, wrong
+from fedbilevel.federation.batches import Batches, passes, shape
+from fedbilevel.oracle import Oracle
+from fedbilevel.phase import Epochs, Message, Phase
+from fedbilevel.problem import ClientData, Problem
+from fedbilevel.trace import Flat, trace
+from fedbilevel.tree import nbytes
+
+if TYPE_CHECKING:
+    from fedbilevel.algorithms.base import Algorithm
+
+TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
+
+
+class Exchange:
+    """What the tasks of one `ask` or `post` have in common."""
+
+    def __init__(self, phase: str, settings: Algorithm, shared: Mapping[str, Any], round_: int, iteration: int) -> None:
+        self.phase, self.settings, self.shared = phase, settings, shared
+        self.round, self.iteration = round_, iteration
+        self.role: Phase = settings.phases[phase](settings)
+
+    def __str__(self) -> str:
+        return f"phase {self.phase!r}, round {self.round}"
+
+
+class Assignment(NamedTuple):
+    """One client's task. `number` is unique in the run, and `key`, the root of the client's draws, comes from it."""
+
+    exchange: Exchange
+    number: int
+    place: int
+    client: int
+    steps: int
+    each: Mapping[str, Any]
+    key: Tensor
+
+
+Part = tuple[list[Assignment], dict[str, Any]]  # some tasks, and the stack of their replies
+Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Clients:
+    """Runs tasks of one phase. mode: "stack" runs those of equal batch shape together, in chunks that stay under
+    `memory` bytes; "loop" runs them one by one, for debugging and for losses that `vmap` cannot take."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        data: Sequence[ClientData],
+        algorithm: Algorithm,
+        environment: Environment,
+        device: str,
+        mode: str,
+        memory: int,
+    ) -> None:
+        self.problem, self.data, self.algorithm, self.environment = problem, data, algorithm, environment
+        self.device, self.mode, self.memory = device, mode, memory
+        self.memories: dict[int, dict[str, Any]] = {}  # what clients keep for themselves
+        self.footprints: dict[str, int] = {}
+        self.uses: dict[str, int] = {}  # of each kind of step
+        self.names: dict[Hashable, str] = {}  # of the kinds of steps
+        self.traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int]] = {}
+
+    def snapshot(self) -> dict[str, Any]:
+        # Chunks and traces round differently: a resumed run must cut and trace the same ones.
+        return {"memories": dict(self.memories), "footprints": dict(self.footprints), "uses": dict(self.uses)}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        self.memories = pytree.tree_map(lambda t: t.to(self.device), dict(snapshot["memories"]))
+        self.footprints, self.uses = dict(snapshot["footprints"]), dict(snapshot["uses"])
+
+    def steps(self, exchange: Exchange, keys: Tensor, clients: Sequence[int]) -> list[int]:
+        """How many steps each client will take."""
+        steps = exchange.role.steps
+        if steps == "local":
+            return self.environment.steps(keys, clients)
+        if isinstance(steps, Epochs):
+            return [passes(self._data(exchange, i), self._batch_size(exchange), steps.passes) for i in clients]
+        return [steps] * len(clients)
+
+    def run(self, work: list[Assignment], ledger: Ledger) -> Iterator[Part]:
+        """The replies to tasks of one phase, in stacks, as they are computed."""
+        for turn in _turns(work) if work[0].exchange.role.remembers else [work]:
+            for chunk in self._chunks(turn):
+                for part, values in self._run(chunk, ledger.phase(work[0].exchange.phase)):
+                    if work[0].exchange.role.remembers:
+                        self._remember(part, values)
+                    if text := wrong(values, work[0].exchange.role.reply, self.problem, len(part)):
+                        raise TypeError(f"phase {work[0].exchange.phase!r} {text}")
+                    yield part, values
+
+    def _data(self, exchange: Exchange, client: int) -> ClientData:
+        found = on_client(client, exchange, functools.partial(self.data.__getitem__, client))
+        return cast(ClientData, found)
+
+    def _batch_size(self, exchange: Exchange) -> int | None:
+        return None if exchange.role.full else self.environment.batch_size
+
+    def _recall(self, w: Assignment) -> dict[str, Any]:
+        return self.memories.get(w.client, {}) if w.exchange.role.remembers else {}
+
+    def _remember(self, work: list[Assignment], values: dict[str, Any]) -> None:
+        if "memory" not in values:
+            phase = work[0].exchange.phase
+            raise TypeError(f"phase {phase!r} remembers; its finish must return a memory beside its reply")
+        memory = values.pop("memory")
+        for j, w in enumerate(work):
+            self.memories.pop(w.client, None)
+            if memory:
+                self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
+
+    def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
+        """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
+        groups: dict[Hashable, list[Assignment]] = defaultdict(list)
+        for w in work:
+            role, data = w.exchange.role, self._data(w.exchange, w.client)
+            form = shape(data, role.batch, self._batch_size(w.exchange), isinstance(role.steps, Epochs))
+            held = (dict(w.each), self._recall(w))
+            sent = pytree.tree_map(lambda t: getattr(t, "shape", ()), held)
+            kind = repr((w.exchange.phase, form, repr(sent)))
+            groups[kind, id(w.exchange.settings)].append(w)  # a schedule gives every iteration settings of its own
+        for (kind, _), group in cast(dict[tuple[str, int], list[Assignment]], groups).items():
+            alone = self.mode == "loop" or len(group) == 1
+            size = 1 if alone else max(1, self.memory // self._footprint(kind, group))
+            group.sort(key=lambda w: -w.steps)
+            yield from (group[start : start + size] for start in range(0, len(group), size))
+
+    def _footprint(self, kind: str, group: list[Assignment]) -> int:
+        """Bytes a client needs at most: two steps of the largest one are run, and everything allocated is added up."""
+        if kind not in self.footprints:
+            largest = max(group, key=lambda w: self.data[w.client].size("train") + self.data[w.client].size("val"))
+            with _Allocations() as allocations:
+                self._alone(largest._replace(steps=min(2, largest.steps)), Cost())
+            self.footprints[kind] = max(allocations.bytes, 1)
+        return self.footprints[kind]
+
+    def _run(self, work: list[Assignment], cost: Cost) -> Iterable[Part]:
+        """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
+        if len(work) == 1:
+            return self._alone(work[0], cost)
+        try:
+            return list(self._run_stack(work, stacked, cost))
+        except Exception as error:
+            for w in work:
+                self._alone(w, Cost())
+            raise ClientError(
+                f"{work[0].exchange}: every client runs by itself but not in a stack, because of "
+                f"{type(error).__name__}: {_first_line(error)} (mode='loop' runs them one by one)"
+            ) from error
+
+    def _alone(self, w: Assignment, cost: Cost) -> list[Part]:
+        run = on_client(w.client, w.exchange, lambda: list(self._run_stack([w], single, cost)))
+        return cast(list[Part], run)
+
+    def _run_stack(self, work: list[Assignment], lift: Lift, cost: Cost) -> Iterator[Part]:
+        """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
+        exchange, role = work[0].exchange, work[0].exchange.role
+        data, keys = [self.data[w.client] for w in work], torch.stack([w.key for w in work])
+        batches = Batches(
+            *(data, keys, role.batch, self._batch_size(exchange)),
+            draws=role.draws,
+            epochs=isinstance(role.steps, Epochs),
+            device=self.device,
+        )
+        dtype = next(iter(self.problem.x.values())).dtype
+        steps = torch.tensor([w.steps for w in work], dtype=dtype, device=self.device)
+
+        def tensor(value: Any) -> Tensor:
+            return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=self.device)
+
+        def stack(*values: Any) -> Tensor:
+            return torch.stack([tensor(value) for value in values])
+
+        together = all(w.exchange is exchange for w in work)  # else every client was sent a message of its own
+        shared = exchange.shared if together else {}
+        own = [dict(w.each) if together else {**w.exchange.shared, **w.each} for w in work]
+
+        def start(own: Any, memory: Any, steps: Tensor) -> Any:
+            remembered = {"memory": memory} if role.remembers else {}
+            return role.start(Message(**shared, **own, **remembered, steps=steps))
+
+        memory = pytree.tree_map(stack, *(self._recall(w) for w in work))
+        carry = lift(start)(pytree.tree_map(stack, *own), memory, steps)
+        active, done = len(work), []
+        for k in range(work[0].steps):
+            still = sum(w.steps > k for w in work)
+            if still < active:
+                done.append((work[still:active], pytree.tree_map(lambda t, still=still: t[still:], carry)))
+                carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
+                active = still
+            carry, gradients = self._step(exchange, k == 0, carry, batches.at(k, active), lift)
+            cost.gradients += gradients * active
+        cost.samples += batches.samples
+        for part, final in [(work[:active], carry), *done]:
+            yield part, lift(role.finish)(final)
+
+    def _step(self, exchange: Exchange, first: bool, carry: Any, batch: Any, lift: Lift) -> tuple[Any, int]:
+        """One step of a stack, and the gradient-equivalents each client spent on it.
+
+        Once it has been used often the step is traced, and replayed from then on. How often is in the checkpoint: a
+        resumed run makes the same choice, and so the same bits, as one that was never stopped.
+        """
+        values, form = pytree.tree_flatten((carry, batch))
+        oracle, step = Oracle(self.problem), exchange.role.first if first else exchange.role.step
+        after = form
+
+        def flat(*values: Tensor) -> list[Tensor]:
+            nonlocal after
+            stepped = lift(lambda c, b: step(c, oracle, b))(*pytree.tree_unflatten(values, form))
+            leaves, after = pytree.tree_flatten(stepped)
+            return leaves
+
+        moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
+        if lift is not stacked or moving:
+            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
+        key = (exchange.phase, first, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
+        if key not in self.names:
+            self.names[key] = blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        name = self.names[key]
+        self.uses[name] = self.uses.get(name, 0) + 1
+        if self.uses[name] <= TRACE_FROM:
+            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
+        if key not in self.traces:
+            run = trace(flat, values)
+            self.traces[key] = (run, after, oracle.gradients)
+        run, after, gradients = self.traces[key]
+        return pytree.tree_unflatten(run(*values), after), gradients
+
+
+def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
+    """Run something of a client's; its error names the client and the place."""
+    try:
+        return run()
+    except ClientError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"client {client}, {place}: {_first_line(error)}") from error
+    except Exception as error:
+        raise ClientError(f"client {client}, {place}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
+    """Tasks of one client follow each other, because each may leave a memory for the next."""
+    turns: dict[int, list[Assignment]] = defaultdict(list)
+    before: Counter[int] = Counter()
+    for w in work:
+        turns[before[w.client]].append(w)
+        before[w.client] += 1
+    return turns.values()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or "no message"
+
+
+def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn, written for one client, over the leading axis of every tensor of its arguments."""
+
+    def run(*args: Any) -> Any:
+        values, form = pytree.tree_flatten(args)
+        return vmap(lambda *values: fn(*pytree.tree_unflatten(values, form)))(*values)
+
+    return run
+
+
+def single(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a stack of one, without vmap."""
+
+    def run(*args: Any) -> Any:
+        return pytree.tree_map(lambda t: t.unsqueeze(0), fn(*pytree.tree_map(lambda t: t[0], args)))
+
+    return run
+
+
+class _Allocations(TorchDispatchMode):
+    """Adds up the bytes of every new tensor: an upper bound of what a computation holds at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(returned.alias_info for returned in func._schema.returns):
+            self.bytes += nbytes(result)
+        return result
