@@ -8,6 +8,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fedbilevel import algorithms, delays, linear, nets, schedules, tasks
+from fedbilevel.diagnosis import check
 from fedbilevel.environment import Environment
 from fedbilevel.federation import SimulatedFederation
 from fedbilevel.hypergradient import finite_difference, hypergradient, solve_lower
@@ -26,6 +27,7 @@ __all__ = [
     "SimulatedFederation",
     "Tree",
     "algorithms",
+    "check",
     "delays",
     "finite_difference",
     "hypergradient",

@@ -1,4 +1,4 @@
-"""The command line: `fedbilevel run | compare | tune | report | list | export`."""
+"""The command line: `fedbilevel run | compare | tune | check | report | list | export`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ Smoke = Annotated[bool, typer.Option(help="2 rounds, 2 clients, 32 samples, embe
 Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds.")]
 TaskName = Annotated[str | None, typer.Option(help="Another task, by name or as module:function.")]
 DataName = Annotated[str | None, typer.Option(help="Another data set.")]
+Seed = Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
 Methods = Annotated[str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")]
 AllOut = Annotated[Path | None, typer.Option(help="The folder of all runs; a new one below runs/ by default.")]
@@ -50,7 +51,7 @@ def run(
     task: TaskName = None,
     data: DataName = None,
     rounds: Rounds = None,
-    seed: Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")] = None,
+    seed: Seed = None,
     device: Device = None,
     set_: Set = [],  # noqa: B006  (typer wants it)
     out: Annotated[Path | None, typer.Option(help="The run's folder; a new one below runs/ by default.")] = None,
@@ -198,6 +199,31 @@ def tune(
     tuned = {**changed.experiment.model_dump(exclude_unset=True), **own}
     folder = out or _fresh(Path("runs", f"{Path(place).stem}-tune"))
     raise typer.Exit(Tuning(folder, methods, trials, tuned, data_dir, resume, jobs).run(quiet, json_))
+
+
+@app.command(epilog="Example: fedbilevel check digits --set data.partition=iid")
+def check(
+    experiment: Name,
+    task: TaskName = None,
+    data: DataName = None,
+    seed: Seed = None,
+    set_: Set = [],  # noqa: B006
+    data_dir: DataDir = None,
+    json_: Json = False,
+) -> None:
+    """Is the problem well posed? Curvatures, differences between clients, warnings, and settings to start from."""
+    from fedbilevel.cli.check import as_json, show
+    from fedbilevel.diagnosis import diagnose
+    from fedbilevel.runs import config as configs
+    from fedbilevel.runs.runner import prepare
+
+    place, table = configs.read(experiment)
+    config = configs.resolve(place, table, settings=set_, overrides=_overrides(task=task, data=data, seed=seed))
+    found = diagnose(prepare(config, data_dir).fed, max(1, config.experiment.rounds))
+    if json_:
+        print(as_json(found))
+    else:
+        show(found, place)
 
 
 @app.command(epilog="Example: fedbilevel report runs/digits --figure digits.pdf")

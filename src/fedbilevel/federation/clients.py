@@ -176,7 +176,7 @@ class Clients:
             ) from error
 
     def _alone(self, w: Assignment) -> list[Part]:
-        run = on_client(w.client, w.exchange, lambda: list(self._run_stack([w], _single)))
+        run = on_client(w.client, w.exchange, lambda: list(self._run_stack([w], single)))
         return cast(list[Part], run)
 
     def _run_stack(self, work: list[Assignment], lift: Lift) -> Iterator[Part]:
@@ -301,7 +301,7 @@ def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _single(fn: Callable[..., Any]) -> Callable[..., Any]:
+def single(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a stack of one, without vmap."""
 
     def run(*args: Any) -> Any:
