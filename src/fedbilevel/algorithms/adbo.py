@@ -192,7 +192,8 @@ class SDBO(Algorithm):
     def cut(self, s: State, fed: Federation) -> State:
         """Drop planes, add one. Clients whose answers are lost on the way are left out of it."""
         y, zero, asked = s.y, zeros_like(s.y), list(range(len(fed)))
-        phis, message = [zero for _ in asked], {"each": [{"own": i["y"]} for i in s.clients], "x": s.x}
+        message: dict[str, Any] = {"each": [{"own": i["y"]} for i in s.clients], "x": s.x}
+        phis = [zero for _ in asked]
         for phase in ["settle"] * (self.plane_steps - 1) + ["cut"]:
             r = fed.ask(phase, asked, y=y, **message)
             asked, gaps = [q.client for q in r], {q.client: q.values["y"] - y for q in r}
