@@ -147,7 +147,9 @@ def test_a_step_uses_the_multipliers_of_its_task() -> None:
         here.advance()
     now = here.state.clients[late]
     assert (sent["heard"], now["heard"], here.state.t) == (0, 4, 5)
-    _, _, _, e, _, D = matrices(of)[late]
+    _, _, _, e, t, D = matrices(of)[late]
+    step = SETTINGS["lr_x"] * (sent["x"]["x"] - t + D.T @ sent["y"]["y"] + sent["theta"]["x"])
+    torch.testing.assert_close(now["x"]["x"], sent["x"]["x"] - step, rtol=0, atol=1e-12)
     step = SETTINGS["lr_y"] * (sent["y"]["y"] - e + D @ sent["x"]["x"] + sent["b"]["y"][0])
     torch.testing.assert_close(now["y"]["y"], sent["y"]["y"] - step, rtol=0, atol=1e-12)
     assert abs(float(here.state.lam) - 1) > 0.01
