@@ -118,7 +118,7 @@ def test_lists_version_and_help() -> None:
     is_refusal(call("list", "task"), "'task'", "did you mean 'tasks'")
     assert call("--version") == (0, f"fedbilevel {fb.__version__}\n", "")
     assert call() == call("--help")
-    for command in ([], ["run"], ["compare"], ["report"], ["export"], ["list"]):
+    for command in ([], ["run"], ["compare"], ["tune"], ["report"], ["export"], ["list"]):
         code, out, err = call(*command, "--help")
         assert (code, err) == (0, "")
         assert f"Example: fedbilevel {' '.join(command)}" in " ".join(out.split())

@@ -20,7 +20,8 @@ REAL = os.environ.get("FEDBILEVEL_DATA")
 
 
 def holds(name: str) -> bool:
-    return REAL is not None and all(Path(REAL, name, file).is_file() for file in sources.SOURCES[name].files)
+    source = sources.SOURCES[name]
+    return REAL is not None and all(Path(REAL, source.folder, file).is_file() for file in source.files)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def write(file, content):
 
 
 def test_names():
-    assert data.names() == ["cifar10", "digits", "mnist"]
+    assert data.names() == ["breast-cancer", "cifar10", "covertype", "digits", "mnist"]
 
 
 def test_unknown_name_is_refused_with_a_suggestion():
@@ -118,21 +119,27 @@ def test_where_files_are_looked_for(root, cache, monkeypatch, tmp_path):
     assert torch.equal(data.load("mnist").train[0], mnist.train[0])
 
 
-@pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_missing_files_say_where_was_looked_and_what_to_do(name, cache, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("mnist", "mnist/train"), ("cifar10", "cifar10/train"), ("covertype", "covtype/covtype.npz")],
+)
+def test_missing_files_say_where_was_looked_and_what_to_do(name, file, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.create_connection", no_network)
+    folder = file.split("/")[0]
     with pytest.raises(FileNotFoundError) as error:
         data.load(name, tmp_path / "elsewhere")
     message = str(error.value)
-    for part in (tmp_path / "elsewhere" / name, cache / name, "FEDBILEVEL_DATA", "--data-dir", f"{name}/train"):
+    for part in (tmp_path / "elsewhere" / folder, cache / folder, "FEDBILEVEL_DATA", "--data-dir", file):
         assert str(part) in message
     assert "\n" not in message
 
 
-def test_no_network_is_missing_files(monkeypatch):
-    def load_dataset(repository):
-        raise ConnectionError("no route to the hub")
+def no_network(*asked, **options):
+    raise ConnectionError("no route to the hub")
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+def test_no_network_is_missing_files(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=no_network))
     with pytest.raises(FileNotFoundError, match="no route to the hub"):
         data.load("mnist")
 
@@ -237,6 +244,76 @@ def test_other_parquet_is_refused(tmp_path, columns):
         data.load("cifar10", tmp_path)
 
 
+def test_breast_cancer_is_standardised_and_split_by_class():
+    from sklearn.datasets import load_breast_cancer
+
+    (x, y), (x_test, y_test) = (loaded := data.load("breast-cancer")).train, loaded.test
+    assert (loaded.classes, x.shape, x_test.shape) == (2, (456, 30), (113, 30))
+    assert (y_test.bincount().tolist(), y.bincount().tolist()) == ([42, 71], [170, 286])
+    torch.testing.assert_close(x.mean(0), torch.zeros(30), atol=1e-5, rtol=0)
+    torch.testing.assert_close(x.std(0), torch.ones(30))
+    raw, labels = load_breast_cancer(return_X_y=True)
+    held = torch.cat([x, x_test]).double()
+    raw = torch.from_numpy(raw)
+    for column in (0, 29):  # the same values, moved and scaled
+        order, back = held[:, column].argsort(), raw[:, column].argsort()
+        assert float(torch.corrcoef(torch.stack([held[order, column], raw[back, column]]))[0, 1]) > 1 - 1e-9
+    assert int(torch.cat([y, y_test]).sum()) == labels.sum()
+
+
+def covertype(folder, X, y):
+    (folder / "covtype").mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "covtype" / "covtype.npz", X=X, y=y)
+    return folder
+
+
+def forest(rows=100):
+    rng = np.random.default_rng(2)
+    X = np.concatenate([rng.integers(-50, 3000, (rows, 10)), rng.integers(0, 2, (rows, 44))], 1).astype(np.int16)
+    return X, (1 + np.arange(rows) % 7).astype(np.uint8)
+
+
+def test_covertype_standardises_what_is_measured_and_leaves_indicators(tmp_path):
+    X, y = forest()
+    X[:, 53] = y  # a column from which to tell each row's label
+    loaded = data.load("covertype", covertype(tmp_path, X, y))
+    (x, labels), (x_test, test_labels) = loaded.train, loaded.test
+    assert (loaded.classes, len(x) + len(x_test)) == (7, 100)
+    assert test_labels.bincount().tolist() == [3] * 7
+    torch.testing.assert_close(x[:, :10].mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+    torch.testing.assert_close(x[:, :10].std(0), torch.ones(10))
+    assert torch.equal(torch.cat([x, x_test])[:, 53], torch.cat([labels, test_labels]) + 1.0)
+    rows = torch.cat([x, x_test])[:, 10:].tolist()
+    assert sorted(rows) == sorted(X[:, 10:].tolist())
+    assert rows != X[:, 10:].tolist()
+
+
+def test_downloaded_covertype_is_stored_and_read_again(monkeypatch, cache):
+    X, y = forest()
+    monkeypatch.setattr("sklearn.datasets.fetch_covtype", lambda **options: (X.astype(float), y.astype(np.int32)))
+    first = data.load("covertype")
+    assert [path.name for path in (cache / "covtype").iterdir()] == ["covtype.npz"]
+    monkeypatch.setattr("sklearn.datasets.fetch_covtype", no_network)
+    data._read.cache_clear()
+    again = data.load("covertype")
+    assert torch.equal(again.train[0], first.train[0])
+    assert torch.equal(again.test[1], first.test[1])
+
+
+def test_other_covertype_files_are_refused(tmp_path):
+    X, y = forest()
+    with pytest.raises(ValueError, match=r"covtype.npz has the label 0 at row 0; it must be 1 to 7"):
+        data.load("covertype", covertype(tmp_path, X, y - 1))
+    with pytest.raises(ValueError, match=r"covtype.npz has 99 labels, which need inputs of shape \(99, 54\)"):
+        data.load("covertype", covertype(tmp_path, X, y[1:]))
+    np.savez(tmp_path / "covtype" / "covtype.npz", features=X, y=y)
+    with pytest.raises(ValueError, match=r"covtype.npz must be an npz file with the arrays X and y"):
+        data.load("covertype", tmp_path)
+    (tmp_path / "covtype" / "covtype.npz").write_bytes(b"PK, but no archive")
+    with pytest.raises(ValueError, match=r"covtype.npz must be an npz file with the arrays X and y"):
+        data.load("covertype", tmp_path)
+
+
 @pytest.mark.skipif(not holds("mnist"), reason="$FEDBILEVEL_DATA holds no mnist")
 def test_real_mnist():
     mnist = data.load("mnist", REAL)
@@ -258,3 +335,15 @@ def test_real_cifar10():
     assert x.mean((0, 2, 3)).abs().max() < 0.01
     assert (x.std((0, 2, 3)) - 1).abs().max() < 0.01  # a copy re-encoded as JPEG is a little below 1
     data._read.cache_clear()  # 700 MB
+
+
+@pytest.mark.skipif(not holds("covertype"), reason="$FEDBILEVEL_DATA holds no covtype")
+def test_real_covertype():
+    covertype = data.load("covertype", REAL)
+    (x, y), (x_test, y_test) = covertype.train, covertype.test
+    assert (x.shape, x_test.shape) == ((464810, 54), (116202, 54))
+    counts = [211840, 283301, 35754, 2747, 9493, 17367, 20510]
+    assert torch.cat([y, y_test]).bincount().tolist() == counts
+    assert (y[:10000].bincount() / 10000 - torch.tensor(counts) / 581012).abs().max() < 0.02  # shuffled
+    assert torch.equal(x[:, 14:].sum(1), torch.ones(len(x)))
+    data._read.cache_clear()  # 125 MB

@@ -17,7 +17,6 @@ from fedbilevel.linear import (
     RandomProduct,
     descend,
     directional,
-    largest_eigenvalue,
     neumann_sum,
     random_product,
 )
@@ -256,27 +255,6 @@ def test_directional_products_are_exact_for_quadratics_in_one_dimension_and_zero
 def test_settings_are_checked(build, kind, sentence):
     with pytest.raises(kind, match=f"^{sentence}$"):
         build()
-
-
-@pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])
-@pytest.mark.parametrize("top", [1e-3, 7.0])
-def test_largest_eigenvalue(shapes, condition, top):
-    """Power iteration comes from below."""
-    system = System(shapes, condition=condition, top=top)
-    value = largest_eigenvalue(system, system.b, steps=500)
-    assert top * (1 - 1e-3) <= value <= top * (1 + 1e-12)
-
-
-def test_largest_eigenvalue_of_few_steps():
-    """||H^k v|| / ||H^(k-1) v||."""
-    system = System([(2, 3), (2,)], condition=5.0)
-    powers = [float((matrix_power(system.H, k) @ flatten(system.b)).norm()) for k in range(4)]
-    for k in (1, 2, 3):
-        assert largest_eigenvalue(system, system.b, steps=k) == pytest.approx(powers[k] / powers[k - 1], rel=1e-12)
-
-
-def test_largest_eigenvalue_of_zero():
-    assert largest_eigenvalue(lambda v: 0.0 * v, Tree(y=torch.ones(3))) == 0
 
 
 def length(seed, steps):

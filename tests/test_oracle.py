@@ -151,6 +151,13 @@ def test_each_derivative_is_the_dense_one(case, name):
     close(getattr(oracle, name)(*given), expected)
 
 
+def test_upper_gradients_are_both_gradients(case):
+    oracle, x, y, _, batch = case.of(1)
+    d = dense(case.problem, x, y, batch)
+    for got, expected in zip(oracle.upper_gradients(x, y, batch), (d.f_x, d.f_y), strict=True):
+        close(got, expected)
+
+
 def test_products_are_both_products(case):
     oracle, x, y, z, batch = case.of(1)
     d = dense(case.problem, x, y, batch)
@@ -192,6 +199,7 @@ CALLS = {
     "lower_gradient_y": (1, lambda oracle, x, y, z, batch: oracle.lower_gradient_y(x, y, batch)),
     "upper_gradient_x": (1, lambda oracle, x, y, z, batch: oracle.upper_gradient_x(x, y, batch)),
     "upper_gradient_y": (1, lambda oracle, x, y, z, batch: oracle.upper_gradient_y(x, y, batch)),
+    "upper_gradients": (1, lambda oracle, x, y, z, batch: oracle.upper_gradients(x, y, batch)),
     "hessian_product": (2, lambda oracle, x, y, z, batch: oracle.hessian_product(x, y, z, batch)),
     "cross_product": (2, lambda oracle, x, y, z, batch: oracle.cross_product(x, y, z, batch)),
     "products": (2, lambda oracle, x, y, z, batch: oracle.products(x, y, z, batch)),

@@ -7,7 +7,8 @@ from typing import Any
 # The library that torch's threads come from reads this once, when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fedbilevel import algorithms, linear, nets, schedules, tasks
+from fedbilevel import algorithms, delays, linear, nets, schedules, tasks
+from fedbilevel.diagnosis import check
 from fedbilevel.environment import Environment
 from fedbilevel.federation import SimulatedFederation
 from fedbilevel.hypergradient import finite_difference, hypergradient, solve_lower
@@ -26,6 +27,8 @@ __all__ = [
     "SimulatedFederation",
     "Tree",
     "algorithms",
+    "check",
+    "delays",
     "finite_difference",
     "hypergradient",
     "linear",

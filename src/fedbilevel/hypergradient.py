@@ -8,7 +8,7 @@ algorithm may: it is for tests, metrics and small problems.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.func import grad, jacrev
 
 from fedbilevel import checks
-from fedbilevel.linear import CG, MatVec, Neumann, Solution, Solver, largest_eigenvalue
+from fedbilevel.linear import CG, MatVec, Neumann, Solution, Solver
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, ClientData, Problem, client_weights
 from fedbilevel.rng import normal, root
+from fedbilevel.spectrum import extreme_eigenvalues
 from fedbilevel.tree import Tree, dot, flatten, norm, unflatten
 
 Method = Literal["exact", "cg", "neumann"]
@@ -102,7 +103,7 @@ def _solve_lower(pooled: Pooled, x: Tree, y: Tree, method: Method) -> Tree:
         stalled = reach <= 1e-8 * scale and reach >= before / 2
         if reach <= 100 * precision * scale or stalled:
             return y - step
-        length = _line_search(pooled, x, y, slope, step)
+        length = line_search(pooled.lower, x, y, slope, step)
         if not length:
             if reach <= 1e-8 * scale:
                 return y
@@ -114,15 +115,15 @@ def _solve_lower(pooled: Pooled, x: Tree, y: Tree, method: Method) -> Tree:
     )
 
 
-def _line_search(pooled: Pooled, x: Tree, y: Tree, slope: Tree, step: Tree) -> float:
+def line_search(lower: Callable[[Tree, Tree], Tensor], x: Tree, y: Tree, slope: Tree, step: Tree) -> float:
     """The longest of 1, 1/2, 1/4, ... that lowers the gradient or lowers G enough; 0 if none does."""
-    value, fall, size = float(pooled.lower(x, y)), float(dot(slope, step)), float(norm(slope))
+    value, fall, size = float(lower(x, y)), float(dot(slope, step)), float(norm(slope))
     length = 1.0
     while length > 1e-8:
         trial = y - length * step
-        if float(norm(grad(pooled.lower, argnums=1)(x, trial))) < size:
+        if float(norm(grad(lower, argnums=1)(x, trial))) < size:
             return length
-        if float(pooled.lower(x, trial)) <= value - 1e-4 * length * fall:
+        if float(lower(x, trial)) <= value - 1e-4 * length * fall:
             return length
         length /= 2
     return 0.0
@@ -173,8 +174,8 @@ def _own_solver(pooled: Pooled, x: Tree, y: Tree, method: Method) -> Solver:
         return pooled.dense(x, y)
     if method == "cg":
         return CG()
-    start = unflatten(normal(root(0, "power iteration"), (y.numel,), next(iter(y.values())).dtype), y)
-    largest = largest_eigenvalue(pooled.hessian(x, y), start)
+    start = unflatten(normal(root(0, "lanczos"), (y.numel,), next(iter(y.values())).dtype), y)
+    largest = extreme_eigenvalues(pooled.hessian(x, y), start).largest
     return Neumann(steps=2000, lr=1 / max(1.05 * largest, 1e-30))
 
 

@@ -6,7 +6,6 @@ the functions serve all three, also under `vmap`. The classes are the same as ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -161,15 +160,3 @@ class Descent:
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
         start = zeros_like(b) if self.start is None else self.start
         return _solution(matvec, b, descend(matvec, b, start, self.steps, self.lr), self.steps)
-
-
-def largest_eigenvalue(matvec: MatVec, start: Tree, steps: int = 50) -> float:
-    """The largest eigenvalue of a symmetric positive semi-definite H, by power iteration from `start`."""
-    v, value = start / norm(start), 0.0
-    for _ in range(steps):
-        hv = matvec(v)
-        before, value = value, float(norm(hv))
-        if value == 0 or math.isclose(before, value, rel_tol=1e-6):
-            break
-        v = hv / value
-    return value

@@ -72,6 +72,11 @@ class Oracle:
         self.gradients += 1
         return grad(self.lower, argnums=(0, 1))(x, y, batch)  # type: ignore[no-any-return]
 
+    def upper_gradients(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tree, Tree]:
+        """grad_x f and grad_y f."""
+        self.gradients += 1
+        return grad(self.upper, argnums=(0, 1))(x, y, batch)  # type: ignore[no-any-return]
+
     def upper_gradient_x(self, x: Tree, y: Tree, batch: Batch) -> Tree:
         """grad_x f."""
         self.gradients += 1

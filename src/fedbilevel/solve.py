@@ -43,16 +43,18 @@ class Result:
 class Losses:
     """The upper and lower loss over the clients, weighted as the problem is.
 
-    A federation can be too large to evaluate as a whole: at most 100 clients, drawn once, are read, and about 2,048
-    samples a level. Up to that size the losses are exact.
+    A federation can be too large to evaluate as a whole: at most `clients` of them, drawn once, are read, and about
+    `samples` a level. Up to that size the losses are exact.
     """
 
-    def __init__(self, fed: SimulatedFederation) -> None:
+    def __init__(
+        self, fed: SimulatedFederation, clients: int = EVALUATION_CLIENTS, samples: int = EVALUATION_SAMPLES
+    ) -> None:
         self.oracle = Oracle(fed.problem)
         self.start = fed.problem.start
         key = root(fed.seed, "evaluation")
-        chosen = subset(key, len(fed), min(len(fed), EVALUATION_CLIENTS))
-        share = -(-EVALUATION_SAMPLES // len(chosen))
+        chosen = subset(key, len(fed), min(len(fed), clients))
+        share = -(-samples // len(chosen))
         groups: dict[Hashable, list[tuple[float, Batch]]] = defaultdict(list)
         for i in chosen:
             batch = on_client(i, "before round 1", functools.partial(self._batch, fed, i, fold_in(key, i), share))

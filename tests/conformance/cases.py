@@ -67,6 +67,33 @@ def simfbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
+def afbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client, no delay and K = 1: the mean of the directions along the local path."""
+    x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        lx, ly, lz, path = x, y, z, []
+        for _ in range(steps):
+            path.append(directions(m, lx, ly, lz))
+            dx, dy, dz = path[-1]
+            lx, ly, lz = lx - h["lr_x"] * dx, ly - h["lr_y"] * dy, lz - h["lr_z"] * dz
+        hx, hy, hz = (torch.stack(d).mean(0) for d in zip(*path, strict=True))
+        x, y, z = x - h["server_lr_x"] * hx, y - h["server_lr_y"] * hy, ball(z - h["server_lr_z"] * hz, h["radius"])
+    return x, y
+
+
+def afl(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """With one client: the mean of its own directions along the local path."""
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        lx, ly, path = x, y, []
+        for _ in range(steps):
+            path.append(local_gradients(m, h | {"neumann_steps": h["neumann_steps"] + 1}, lx, ly))
+            lx, ly = lx - h["lr_x"] * path[-1][0], ly - h["lr_y"] * path[-1][1]
+        hx, hy = (torch.stack(d).mean(0) for d in zip(*path, strict=True))
+        x, y = x - h["server_lr_x"] * hx, y - h["server_lr_y"] * hy
+    return x, y
+
+
 def adaptive(storm: bool) -> Centralised:
     def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
         server = [torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])]
@@ -217,9 +244,14 @@ def mean_of_local_hypergradients(task: Any, h: dict[str, Any]) -> Tensor:
         local = [(m, neumann(m[0], upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"])) for m in parts]  # type: ignore[arg-type]
         return torch.stack([x - m[4] + m[5].T @ y + m[1].T @ p for m, p in local]).mean(0)
 
-    zero = torch.zeros_like(task.problem.x["x"])
-    columns = torch.stack([total(e) - total(zero) for e in torch.eye(len(zero), dtype=zero.dtype)], dim=1)
-    return torch.linalg.solve(columns, -total(zero))
+    return root(total, len(task.problem.x["x"]))
+
+
+def root(affine: Callable[[Tensor], Tensor], size: int) -> Tensor:
+    """Where an affine function is 0."""
+    at_zero = affine(torch.zeros(size, dtype=torch.float64))
+    columns = torch.stack([affine(e) - at_zero for e in torch.eye(size, dtype=torch.float64)], dim=1)
+    return torch.linalg.solve(columns, -at_zero)
 
 
 def fednest_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
@@ -315,6 +347,73 @@ def fewer_terms(task: Any, h: dict[str, Any]) -> Tensor:
     return mean_of_local_hypergradients(task, h | {"neumann_steps": h["neumann_steps"] - 1})
 
 
+def settle(
+    parts: Sequence[Matrices], w: Sequence[float], h: dict[str, Any], x: Tensor, ys: list[Tensor], y: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Where `plane_steps` steps on the lower level, with consensus as a penalty, lead; only the y_i depend on x."""
+    phis = [torch.zeros_like(y) for _ in parts]
+    for _ in range(h["plane_steps"]):
+        slopes = [A @ yi - B @ x - c for (A, B, c, *_), yi in zip(parts, ys, strict=True)]
+        ys = [yi - h["lr_y"] * (g + phi + h["penalty"] * (yi - y)) for yi, g, phi in zip(ys, slopes, phis, strict=True)]
+        gaps = [yi.detach() - y for yi in ys]
+        pull = [wi * (phi + h["penalty"] * gap) for wi, phi, gap in zip(w, phis, gaps, strict=True)]
+        phis = [phi + h["lr_y"] * gap for phi, gap in zip(phis, gaps, strict=True)]
+        y = y + h["server_lr_y"] * torch.stack(pull).sum(0)
+    return ys, y
+
+
+def cutting_planes(
+    parts: Sequence[Matrices], w: Sequence[float], h: dict[str, Any], iterations: int
+) -> tuple[Tensor, Tensor]:
+    """Everyone in every iteration; a by automatic differentiation."""
+    x, y, n = torch.zeros_like(parts[0][4]), torch.zeros_like(parts[0][2]), range(len(parts))
+    xs, ys, thetas = [x for _ in n], [y for _ in n], [x for _ in n]
+    planes: list[tuple[Tensor, list[Tensor], Tensor, Tensor]] = []
+    lam: list[float] = []
+    for iteration in range(iterations):
+        for i, (_, _, _, e, t, D) in enumerate(parts):
+            push = sum((k * b[i] for k, (_, b, _, _) in zip(lam, planes, strict=True)), torch.zeros_like(y))
+            xi, yi = xs[i], ys[i]
+            xs[i] = xi - h["lr_x"] * (xi - t + D.T @ yi + thetas[i])
+            ys[i] = yi - h["lr_y"] * (yi - e + D @ xi + push)
+        for k, (a, _, c, _) in zip(lam, planes, strict=True):
+            x, y = x - h["server_lr_x"] * k * a, y - h["server_lr_y"] * k * c
+        x = x + h["server_lr_x"] * sum(w[i] * thetas[i] for i in n)
+        for j, (a, b, c, kappa) in enumerate(planes):
+            value = a @ x + c @ y + kappa + sum(w[i] * b[i] @ ys[i] for i in n)
+            lam[j] = max(0.0, lam[j] + h["lr_dual_planes"] * (float(value) - h["c1"] * lam[j]))
+        thetas = [thetas[i] + h["lr_dual_consensus"] * (xs[i] - x - h["c2"] * thetas[i]) for i in n]
+        if iteration % h["plane_every"] == 0:
+            kept = [j for j in range(len(lam)) if lam[j] >= h["prune_below"]]
+            planes, lam = [planes[j] for j in kept], [lam[j] for j in kept]
+            point = x.clone().requires_grad_()
+            settled, mean = settle(parts, w, h, point, ys, y)
+            own = torch.stack([w[i] * (ys[i] - settled[i]).square().sum() for i in n]).sum()
+            (a,) = torch.autograd.grad(own, point)
+            b, c = [2 * (ys[i] - settled[i].detach()) for i in n], 2 * (y - mean)
+            height = own.detach() + (y - mean).square().sum()
+            planes.append((a, b, c, height - a @ x - c @ y - sum(w[i] * b[i] @ ys[i] for i in n)))
+            lam.append(0.0)
+    return x, y
+
+
+def where_planes_end(task: Any, h: dict[str, Any]) -> Tensor:
+    """h = 0, so y_i = y'_i and y = y'; and sum_i (grad_x f_i - d2xy g_i q_i) = 0, q_i a Neumann sum of K terms."""
+    parts: list[Any] = [[part.mean(0) for part in (*client.train, *client.val)] for client in task.clients]
+    (p, d), n = (len(parts[0][4]), len(parts[0][2])), len(parts)
+
+    def residual(u: Tensor) -> Tensor:
+        x, y, *ys = u.split([p, d] + [d] * n)
+        settled, mean = settle(parts, [1.0] * n, h, x, ys, y)
+        total = torch.zeros_like(x)
+        for (A, B, _, e, t, D), yi in zip(parts, ys, strict=True):
+            q = neumann(A + h["penalty"] * torch.eye(d), yi - e + D @ x, h["lr_y"], h["plane_steps"] - 1)
+            total = total + x - t + D.T @ yi + B.T @ q
+        return torch.cat([total, y - mean, *(yi - there for yi, there in zip(ys, settled, strict=True))])
+
+    return root(residual, p + d + n * d)[:p]
+
+
 _SINGLE_LOOP = {
     "lr_x": 0.02,
     "lr_y": 0.1,
@@ -348,12 +447,45 @@ _LOCALBSG = {"lr_x": 0.1, "lr_y": 0.5, "momentum_weight": 0.7, **_NEUMANN}
 _ADAFBIO = _LOCALBSG | {"norm_decay": 0.6, "norm_floor": 1.0}
 _BEGIN = (1, 4 * (24 + 16), 4 * (24 + 16), 4 * 13)
 
+_PLANES = {
+    "lr_x": 0.2,
+    "lr_y": 0.4,
+    "server_lr_x": 0.05,
+    "server_lr_y": 0.025,
+    "lr_dual_planes": 0.05,
+    "lr_dual_consensus": 0.5,
+    "c1": 0.05,
+    "c2": 0.005,
+    "penalty": 1.0,
+    "plane_every": 10,
+    "plane_steps": 2,
+    "prune_below": 1e-10,
+}
+# 300 iterations and 30 planes. They come within 0.05 of where the planes end, and later swing (see the docstring).
+_CUTTING_PLANES = Case(
+    _PLANES,
+    lambda m, h, steps, iterations, draw: cutting_planes([m], [1.0], h, iterations),
+    cost=lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), len(steps)),
+    once=(2, 4 * (24 + 2 * 16 + 2 * 16), 4 * (16 + 16 + 24), 4 * (1 + 1 + 2 * 2)),  # K = 2: settle, cut
+    rounds=300 + 2 * 30,
+    tolerance=0.01,
+    goal=where_planes_end,
+)
+
 CASES = {
     "simfbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
     # With one client and equal steps ShroFBO is SimFBO: rho h = tau (q / tau).
     "shrofbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
     "asfbo": Case(_ADAPTIVE, adaptive(storm=False), one_round(lambda tau: tau)),
     "la-asfbo": Case(_ADAPTIVE, adaptive(storm=True), one_round(lambda tau: 2 * tau - 1)),
+    "afbo": Case(_SINGLE_LOOP, afbo, one_round(lambda tau: tau)),
+    "afl": Case(
+        {"lr_x": 0.1, "lr_y": 0.5, "server_lr_x": 0.1, "server_lr_y": 0.5, "neumann_lr": 1.0, "neumann_steps": 5},
+        afl,
+        lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), (1 + 2 * 5 + 1 + 2 + 1) * sum(steps)),
+        rounds=200,
+        goal=mean_of_local_hypergradients,
+    ),
     "fednest": Case(_NESTED, fednest, fednest_cost, rounds=32 * 80),
     "lfednest": Case(
         _NESTED | {"neumann_steps": 5}, lfednest, lfednest_cost, rounds=3 * 100, goal=mean_of_local_hypergradients
@@ -377,4 +509,6 @@ CASES = {
     "adafbio": Case(_ADAFBIO, adafbio, adafbio_cost, _BEGIN, rounds=200, goal=fewer_terms),
     "localbsgm": Case(_LOCALBSG, localbsg(storm=False), localbsg_cost(1), _BEGIN, rounds=200, goal=fewer_terms),
     "localbsgvr": Case(_LOCALBSG, localbsg(storm=True), localbsg_cost(2), _BEGIN, rounds=200, goal=fewer_terms),
+    "sdbo": _CUTTING_PLANES,
+    "adbo": _CUTTING_PLANES,  # without delays and with everyone it is sdbo
 }

@@ -35,6 +35,9 @@ def get(name: str) -> type[Algorithm]:
 
 
 from fedbilevel.algorithms.adafbio import AdaFBiO  # noqa: E402
+from fedbilevel.algorithms.adbo import ADBO, SDBO  # noqa: E402
+from fedbilevel.algorithms.afbo import AFBO  # noqa: E402
+from fedbilevel.algorithms.afl import AFL  # noqa: E402
 from fedbilevel.algorithms.aggitd import AggITD  # noqa: E402
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO  # noqa: E402  (they register themselves)
 from fedbilevel.algorithms.fedavg import FedAvg  # noqa: E402
@@ -45,8 +48,12 @@ from fedbilevel.algorithms.localbsg import LocalBSGM, LocalBSGVR  # noqa: E402
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
 
 __all__ = [
+    "ADBO",
+    "AFBO",
+    "AFL",
     "ASFBO",
     "LAASFBO",
+    "SDBO",
     "AdaFBiO",
     "AggITD",
     "Algorithm",

@@ -22,6 +22,7 @@ from fedbilevel.algorithms.rounds import (
     UpperRound,
     Walk,
     local_steps,
+    own_hypergradient,
 )
 from fedbilevel.federation.base import Federation
 from fedbilevel.linear import neumann_sum, random_product
@@ -169,9 +170,7 @@ class LocalUpperRound(Phase):
 
     def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
         x, y, h = c.here, c.other, self.settings
-        v = oracle.upper_gradient_y(x, y, batch)
-        p = neumann_sum(lambda v: oracle.hessian_product(x, y, v, batch), v, h.neumann_steps + 1, h.neumann_lr)
-        d = oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
+        d = own_hypergradient(oracle, x, y, batch, h.neumann_steps + 1, h.neumann_lr)
         return c._replace(here=oracle.project_x(x - h.lr_x * d))
 
     def finish(self, c: Walk) -> dict[str, Any]:

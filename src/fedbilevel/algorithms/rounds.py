@@ -157,6 +157,13 @@ def storm(new: Iterable[Tree], momenta: Iterable[Tree], old: Iterable[Tree], wei
     return [d + (1 - weight) * (m - was) for d, m, was in zip(new, momenta, old, strict=True)]
 
 
+def own_hypergradient(oracle: Oracle, x: Tree, y: Tree, batch: Batch, terms: int, lr: float) -> Tree:
+    """grad_x f_i - d2xy g_i p_i, with p_i the client's own Neumann sum of so many terms."""
+    v = oracle.upper_gradient_y(x, y, batch)
+    p = neumann_sum(lambda v: oracle.hessian_product(x, y, v, batch), v, terms, lr)
+    return oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
+
+
 def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) -> tuple[Tree, Tree]:
     """A client's own hypergradient and lower gradient: grad_x f_i - d2xy g_i p_i and grad_y g_i.
 
@@ -165,12 +172,10 @@ def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) 
     so that two evaluations on the same batches share it.
     """
     batch, lam, J = batches[0], h.neumann_lr, len(batches)
-    v = oracle.upper_gradient_y(x, y, batch)
     if h.truncation == "sum":
-        p = neumann_sum(lambda v: oracle.hessian_product(x, y, v, batch), v, J, lam)
-    else:
-        length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lam * J * v
-        for k, fresh in enumerate(batches[1:], start=1):
-            p = p - (k <= length) * (lam * oracle.hessian_product(x, y, p, fresh))
+        return own_hypergradient(oracle, x, y, batch, J, lam), oracle.lower_gradient_y(x, y, batch)
+    length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lam * J * oracle.upper_gradient_y(x, y, batch)
+    for k, fresh in enumerate(batches[1:], start=1):
+        p = p - (k <= length) * (lam * oracle.hessian_product(x, y, p, fresh))
     d_x = oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
     return d_x, oracle.lower_gradient_y(x, y, batch)

@@ -1,4 +1,4 @@
-"""The command line: `fedbilevel run | compare | report | list | export`."""
+"""The command line: `fedbilevel run | compare | tune | check | report | list | export`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ Smoke = Annotated[bool, typer.Option(help="2 rounds, 2 clients, 32 samples, embe
 Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds.")]
 TaskName = Annotated[str | None, typer.Option(help="Another task, by name or as module:function.")]
 DataName = Annotated[str | None, typer.Option(help="Another data set.")]
+Seed = Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
+Methods = Annotated[str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")]
+AllOut = Annotated[Path | None, typer.Option(help="The folder of all runs; a new one below runs/ by default.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at the same time; one a core by default.")]
 
 
 def _overrides(**given: Any) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def run(
     task: TaskName = None,
     data: DataName = None,
     rounds: Rounds = None,
-    seed: Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")] = None,
+    seed: Seed = None,
     device: Device = None,
     set_: Set = [],  # noqa: B006  (typer wants it)
     out: Annotated[Path | None, typer.Option(help="The run's folder; a new one below runs/ by default.")] = None,
@@ -114,20 +118,18 @@ def _fresh(folder: Path) -> Path:
 @app.command(epilog="Example: fedbilevel compare digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits")
 def compare(
     experiment: Name,
-    algorithms: Annotated[
-        str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")
-    ] = None,
+    algorithms: Methods = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from the experiment's.")] = 3,
     task: TaskName = None,
     data: DataName = None,
     rounds: Rounds = None,
     device: Device = None,
     set_: Set = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option(help="The folder of all runs; a new one below runs/ by default.")] = None,
+    out: AllOut = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the comparison in --out.")] = False,
     smoke: Smoke = False,
     data_dir: DataDir = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; one a core by default.")] = None,
+    jobs: Jobs = None,
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
@@ -136,13 +138,10 @@ def compare(
     from fedbilevel.runs import config as configs
 
     place, table = configs.read(experiment)
-    names = algorithms.split(",") if algorithms else list(table.get("compare", [])) or [None]
-    overrides = _overrides(task=task, data=data, rounds=rounds, device=device)
+    names, jobs, threads = _side_by_side(table, algorithms, jobs)
+    overrides = _overrides(task=task, data=data, rounds=rounds, device=device) | threads
     first = configs.resolve(place, table, algorithm=names[0], settings=set_, overrides=overrides, smoke=smoke)
-    jobs = jobs or os.cpu_count() or 1
-    threads = table.get("runtime", {}).get("threads") or max(1, (os.cpu_count() or 1) // jobs)
     members = {}
-    overrides["runtime.threads"] = threads
     for name in names:
         for seed in range(first.experiment.seed, first.experiment.seed + seeds):
             each = [*set_, f"seed={seed}"]
@@ -150,6 +149,81 @@ def compare(
             members[f"{config.label}/seed-{seed}"] = config
     folder = out or _fresh(Path("runs", Path(place).stem))
     raise typer.Exit(Comparison(folder, members, data_dir, resume, jobs).run(quiet, json_))
+
+
+def _side_by_side(
+    table: dict[str, Any], algorithms: str | None, jobs: int | None
+) -> tuple[list[str | None], int, dict[str, Any]]:
+    """Which methods, how many runs at a time, and the override that leaves each its share of the cores."""
+    names: list[str | None] = [*algorithms.split(",")] if algorithms else [*table.get("compare", [])] or [None]
+    cores = os.cpu_count() or 1
+    jobs = jobs or cores
+    return names, jobs, {"runtime.threads": table.get("runtime", {}).get("threads") or max(1, cores // jobs)}
+
+
+@app.command(epilog="Example: fedbilevel tune digits --algorithm simfbo --trials 8 --rounds 50 --out runs/tune")
+def tune(
+    experiment: Name,
+    algorithm: Methods = None,
+    trials: Annotated[int, typer.Option(min=1, help="Runs a method, its own settings the first.")] = 8,
+    task: TaskName = None,
+    data: DataName = None,
+    rounds: Rounds = None,
+    device: Device = None,
+    set_: Set = [],  # noqa: B006
+    out: AllOut = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the trials in --out.")] = False,
+    smoke: Smoke = False,
+    data_dir: DataDir = None,
+    jobs: Jobs = None,
+    quiet: Quiet = False,
+    json_: Json = False,
+) -> None:
+    """Find step sizes by the upper loss, with equal effort for every method, and write them to tuned.toml."""
+    from fedbilevel.cli.tune import Tuning
+    from fedbilevel.runs import config as configs
+
+    place, table = configs.read(experiment)
+    names, jobs, threads = _side_by_side(table, algorithm, jobs)
+    given = _overrides(task=task, data=data, rounds=rounds, device=device)
+    # A trial that stopped at a test accuracy would have looked at the test data.
+    overrides = {**given, **threads, "stop.test_accuracy": None}
+    methods = {}
+    for name in names:
+        config = configs.resolve(place, table, algorithm=name, settings=set_, overrides=overrides, smoke=smoke)
+        methods[config.algorithm.name] = config
+    # tuned.toml is the experiment as it was changed here, its budget and each method's own conditions as they were.
+    common = {key: value for key, value in table.items() if key != "algorithms"}
+    changed = configs.resolve(place, common, algorithm=names[0], settings=set_, overrides=given, smoke=smoke)
+    own = {key: table.get(key) for key in ("algorithm", "algorithms", "rounds")}
+    tuned = {**changed.experiment.model_dump(exclude_unset=True), **own}
+    folder = out or _fresh(Path("runs", f"{Path(place).stem}-tune"))
+    raise typer.Exit(Tuning(folder, methods, trials, tuned, data_dir, resume, jobs).run(quiet, json_))
+
+
+@app.command(epilog="Example: fedbilevel check digits --set data.partition=iid")
+def check(
+    experiment: Name,
+    task: TaskName = None,
+    data: DataName = None,
+    seed: Seed = None,
+    set_: Set = [],  # noqa: B006
+    data_dir: DataDir = None,
+    json_: Json = False,
+) -> None:
+    """Is the problem well posed? Curvatures, differences between clients, warnings, and settings to start from."""
+    from fedbilevel.cli.check import as_json, show
+    from fedbilevel.diagnosis import diagnose
+    from fedbilevel.runs import config as configs
+    from fedbilevel.runs.runner import prepare
+
+    place, table = configs.read(experiment)
+    config = configs.resolve(place, table, settings=set_, overrides=_overrides(task=task, data=data, seed=seed))
+    found = diagnose(prepare(config, data_dir).fed, max(1, config.experiment.rounds))
+    if json_:
+        print(as_json(found))
+    else:
+        show(found, place)
 
 
 @app.command(epilog="Example: fedbilevel report runs/digits --figure digits.pdf")

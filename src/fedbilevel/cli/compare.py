@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tomli_w
 from rich.console import Console
@@ -22,7 +21,7 @@ from fedbilevel import report
 from fedbilevel.cli.progress import describe
 from fedbilevel.runs import folder as folders
 from fedbilevel.runs.config import Config
-from fedbilevel.runs.record import check_same, holds_run, replace, without_none
+from fedbilevel.runs.record import EXTENSIBLE, check_same, holds_run, replace, without_none
 
 POLL = 0.2  # seconds
 
@@ -46,46 +45,52 @@ main()
 class Comparison:
     """The members of a comparison, by their folders below `folder`."""
 
+    extensible: ClassVar[tuple[str, ...]] = EXTENSIBLE
+
     def __init__(
-        self, folder: Path, members: Mapping[str, Config], data_dir: Path | None, resume: bool, jobs: int
+        self, folder: Path, members: dict[str, Config], data_dir: Path | None, resume: bool, jobs: int
     ) -> None:
         taken = [name for name in members if holds_run(folder / name)]
         if taken and not resume:
             raise FileExistsError(
-                f"{folder} holds a comparison already; go on with --resume or give another folder with --out"
+                f"{folder} holds such runs already; go on with --resume or give another folder with --out"
             )
         for name in taken:
-            check_same(folder / name, members[name].table)
+            check_same(folder / name, members[name].table, self.extensible)
         self.folder, self.members, self.data_dir, self.jobs = folder, members, data_dir, jobs
+        self.waiting = [name for name in members if not self._finished(name)]
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self.ended: dict[str, str] = {}
+        self.ended = {name: self._status(name) for name in members if name not in self.waiting}
 
     def run(self, quiet: bool, as_json: bool) -> int:
         """Run what is not finished, then rank, print and write the report; the exit code."""
         console = Console(stderr=True)
-        waiting = [name for name in self.members if not self._finished(name)]
-        self.ended = {name: self._status(name) for name in self.members if name not in waiting}
         live = Live(self._table(), console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
         interrupted = False
         with live or nullcontext():
-            while waiting or self.running:
+            while self.waiting or self.running:
                 try:
-                    while waiting and len(self.running) < self.jobs and not interrupted:
-                        self._start(waiting.pop(0))
+                    while self.waiting and len(self.running) < self.jobs:
+                        self._start(self.waiting.pop(0))
                     for name in [name for name, process in self.running.items() if process.poll() is not None]:
                         self.ended[name] = self._end(name, self.running.pop(name))
                         if not live and not quiet:
                             console.print(f"{name}: {self.ended[name]}", soft_wrap=True, markup=False)
+                        if not interrupted and self.ended[name] != "interrupted":
+                            self._follow(name)
                     if live:
                         live.update(self._table())
                     time.sleep(POLL)
                 except KeyboardInterrupt:  # at a terminal the members got it too; once more does no harm
-                    interrupted, waiting = True, []
+                    interrupted, self.waiting = True, []
                     for process in self.running.values():
                         process.send_signal(signal.SIGINT)
         if interrupted or "interrupted" in self.ended.values():
             return 130
         return self._report(quiet, as_json)
+
+    def _follow(self, name: str) -> None:
+        """What the end of a member calls for; in a comparison nothing."""
 
     def _start(self, name: str) -> None:
         """A member is `fedbilevel run` on its resolved config."""
@@ -148,12 +153,17 @@ class Comparison:
         if as_json:
             print(json.dumps({"ranked": [_row(row) for row in rows], "failed": failed}))
         elif not quiet:
-            (Console() if sys.stdout.isatty() else Console(width=140)).print(_ranking(rows))
+            show(_ranking(rows))
             for name, status in failed.items():
                 print(f"{name} {status}")
             if finished:
                 print(f"report: {self.folder / 'report.html'}")
         return 2 if failed else 0
+
+
+def show(table: Table) -> None:
+    """Print a table, wide enough when nobody watches."""
+    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
 
 
 def _ranking(rows: list[report.Row]) -> Table:

@@ -29,7 +29,7 @@ def trackers(folder: Path, config: Mapping[str, Any], *, tensorboard: bool, mlfl
 
 @contextmanager
 def _tensorboard(folder: Path) -> Iterator[Sink]:
-    kind = _import("torch.utils.tensorboard").SummaryWriter
+    kind = optional("torch.utils.tensorboard", "track").SummaryWriter
     writers: list[Any] = []
 
     def log(metrics: Metrics) -> None:
@@ -47,7 +47,7 @@ def _tensorboard(folder: Path) -> Iterator[Sink]:
 
 @contextmanager
 def _mlflow(name: str, config: Mapping[str, Any]) -> Iterator[Sink]:
-    client = _import("mlflow")
+    client = optional("mlflow", "track")
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells what it creates
     client.set_experiment("fedbilevel")
     with client.start_run(run_name=name):
@@ -60,8 +60,9 @@ def _numbers(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-def _import(name: str) -> Any:
+def optional(name: str, extra: str) -> Any:
+    """A module that comes with an extra of ours."""
     try:
         return import_module(name)
     except ImportError as error:
-        raise ValueError(f"{name} cannot be imported ({error}); pip install fedbilevel[track]") from error
+        raise ValueError(f"{name} cannot be imported ({error}); pip install fedbilevel[{extra}]") from error

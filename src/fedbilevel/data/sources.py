@@ -5,8 +5,11 @@ import io
 import math
 import os
 import tempfile
+import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,20 +21,23 @@ from torch import Tensor
 Labelled = tuple[Tensor, Tensor]
 Rows = Mapping[str, Iterable[Mapping[str, Any]]]  # Hugging Face: split -> rows, images decoded by Pillow
 
-CLASSES = 10  # in every data set here
+CLASSES = {"breast-cancer": 2, "cifar10": 10, "covertype": 7, "digits": 10, "mnist": 10}
 
 MNIST = {  # split -> (images, labels)
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
     "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 }
 CIFAR10 = {"train": "train.parquet", "test": "test.parquet"}
+COVERTYPE = "covtype.npz"
+COVERTYPE_MEASURED = 10  # columns; the other 44 are indicators of wilderness areas and soil types
 
 
 class Source(NamedTuple):
+    folder: str
     files: tuple[str, ...]
     read: Callable[[Path], tuple[Labelled, Labelled]]
-    repository: str  # on Hugging Face
-    write: Callable[[Rows, Path], None]
+    fetch: Callable[[], Any]
+    write: Callable[[Any, Path], None]  # what was fetched, as files
 
 
 def read_digits() -> tuple[Labelled, Labelled]:
@@ -39,14 +45,53 @@ def read_digits() -> tuple[Labelled, Labelled]:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    rng = np.random.default_rng(np.random.SeedSequence(0))
-    shuffled = [rng.permutation(np.flatnonzero(labels == label)) for label in range(CLASSES)]
-    train = np.sort(np.concatenate([rows[round(len(rows) / 5) :] for rows in shuffled]))
-    test = np.sort(np.concatenate([rows[: round(len(rows) / 5)] for rows in shuffled]))
+    train, test = _hold_out(labels)
     x = torch.from_numpy(images / 16).float().reshape(-1, 1, 8, 8)
     x = (x - x[train].mean()) / x[train].std()
     y = torch.from_numpy(labels).long()
     return (x[train], y[train]), (x[test], y[test])
+
+
+def read_breast_cancer() -> tuple[Labelled, Labelled]:
+    """The 569 tumours of 30 measurements inside scikit-learn (Wolberg et al. 1995): 0 malignant, 1 benign."""
+    from sklearn.datasets import load_breast_cancer
+
+    features, labels = load_breast_cancer(return_X_y=True)
+    return _table(features, labels, measured=features.shape[1])
+
+
+def read_covertype(folder: Path) -> tuple[Labelled, Labelled]:
+    """Covertype (Blackard and Dean 1999) from an npz file with X (N, 54) and y (N,) in 1 to 7, here 0 to 6."""
+    file = folder / COVERTYPE
+    try:
+        with np.load(file) as arrays:
+            X, y = arrays["X"], arrays["y"]
+    except (KeyError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{file} must be an npz file with the arrays X and y") from error
+    _check(X, y, (54,), file, range(1, CLASSES["covertype"] + 1))
+    return _table(X, y.astype(np.int64) - 1, COVERTYPE_MEASURED)
+
+
+def _table(features: NDArray[Any], labels: NDArray[Any], measured: int) -> tuple[Labelled, Labelled]:
+    """Shuffled rows, a fifth of each class for testing; the first `measured` columns are standardised.
+
+    Indicator columns stay 0 or 1: standardised, those of rare soils would be hundreds.
+    """
+    order = np.random.default_rng(np.random.SeedSequence(1)).permutation(len(labels))
+    x, y = torch.from_numpy(features[order].astype(np.float32)), torch.from_numpy(labels[order]).long()
+    train, test = _hold_out(labels[order])
+    head = x[:, :measured].double()
+    x[:, :measured] = ((head - head[train].mean(0)) / head[train].std(0)).float()
+    return (x[train], y[train]), (x[test], y[test])
+
+
+def _hold_out(labels: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows for training and, a fifth of each class, for testing: always the same, in the order of the data."""
+    rng = np.random.default_rng(np.random.SeedSequence(0))
+    shuffled = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    train = np.concatenate([rows[round(len(rows) / 5) :] for rows in shuffled])
+    test = np.concatenate([rows[: round(len(rows) / 5)] for rows in shuffled])
+    return np.sort(train), np.sort(test)
 
 
 def read_mnist(folder: Path) -> tuple[Labelled, Labelled]:
@@ -56,7 +101,7 @@ def read_mnist(folder: Path) -> tuple[Labelled, Labelled]:
 
 def _read_mnist_split(folder: Path, split: str) -> Labelled:
     images, labels = (read_idx(folder / file, axes) for file, axes in zip(MNIST[split], (3, 1), strict=True))
-    _check(images, labels, (28, 28), folder / MNIST[split][1])
+    _check(images, labels, (28, 28), folder / MNIST[split][1], range(CLASSES["mnist"]))
     x = torch.from_numpy(images).float().div_(255).sub_(0.1307).div_(0.3081)
     return x.unsqueeze(1), torch.from_numpy(labels).long()
 
@@ -84,7 +129,7 @@ def _read_cifar10_split(file: Path) -> Labelled:
             f"{file} must be parquet with the columns img (encoded images of one size) and label"
         ) from error
     labels = table["label"].to_numpy()
-    _check(images, labels, (32, 32, 3), file)
+    _check(images, labels, (32, 32, 3), file, range(CLASSES["cifar10"]))
     mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).reshape(2, 3, 1, 1)
     x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float().div_(255).sub_(mean).div_(std)
     return x, torch.from_numpy(labels.astype(np.int64))
@@ -107,25 +152,31 @@ def read_idx(file: Path, axes: int) -> NDArray[np.uint8]:
     return body.reshape(shape)
 
 
-def _check(images: NDArray[np.uint8], labels: NDArray[Any], shape: tuple[int, ...], file: Path) -> None:
+def _check(inputs: NDArray[Any], labels: NDArray[Any], shape: tuple[int, ...], file: Path, allowed: range) -> None:
     needed = (len(labels), *shape)
-    if images.shape != needed:
-        raise ValueError(f"{file} has {len(labels)} labels, which need images of shape {needed}, not {images.shape}")
-    wrong = np.flatnonzero(~np.isin(labels, np.arange(CLASSES)))
+    if inputs.shape != needed:
+        raise ValueError(f"{file} has {len(labels)} labels, which need inputs of shape {needed}, not {inputs.shape}")
+    wrong = np.flatnonzero(~np.isin(labels, allowed))
     if len(wrong):
-        raise ValueError(f"{file} has the label {labels[wrong[0]]} at row {wrong[0]}; it must be 0 to {CLASSES - 1}")
+        raise ValueError(
+            f"{file} has the label {labels[wrong[0]]} at row {wrong[0]}; it must be {allowed[0]} to {allowed[-1]}"
+        )
 
 
 def download(source: Source, folder: Path) -> None:
-    """Fetch from Hugging Face and put the files that `source.read` reads into `folder`, each of them whole."""
-    from datasets import load_dataset
-
-    rows = load_dataset(source.repository)
+    """Fetch, and put the files that `source.read` reads into `folder`, each of them whole."""
+    fetched = source.fetch()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        source.write(rows, Path(unfinished))
+        source.write(fetched, Path(unfinished))
         for file in source.files:
             os.replace(Path(unfinished, file), folder / file)
+
+
+def _from_hub(repository: str) -> Rows:
+    from datasets import load_dataset
+
+    return load_dataset(repository)  # type: ignore[no-any-return]
 
 
 def _write_mnist(rows: Rows, folder: Path) -> None:
@@ -154,7 +205,26 @@ def _write_cifar10(rows: Rows, folder: Path) -> None:
         parquet.write_table(table({"img": [img for img, _ in pairs], "label": [y for _, y in pairs]}), folder / file)
 
 
+def _fetch_covertype() -> tuple[NDArray[Any], NDArray[Any]]:
+    from sklearn.datasets import fetch_covtype
+
+    with tempfile.TemporaryDirectory() as unused, warnings.catch_warnings():  # its own cache is larger than our file
+        warnings.simplefilter("ignore", UserWarning)  # that it tries again
+        return fetch_covtype(data_home=unused, return_X_y=True, n_retries=1, delay=0.1)  # type: ignore[no-any-return]
+
+
+def _write_covertype(arrays: tuple[NDArray[Any], NDArray[Any]], folder: Path) -> None:
+    X, y = arrays
+    np.savez_compressed(folder / COVERTYPE, X=X.astype(np.int16), y=y.astype(np.uint8))
+
+
+EMBEDDED = {"breast-cancer": read_breast_cancer, "digits": read_digits}
 SOURCES = {
-    "mnist": Source((*MNIST["train"], *MNIST["test"]), read_mnist, "ylecun/mnist", _write_mnist),
-    "cifar10": Source(tuple(CIFAR10.values()), read_cifar10, "uoft-cs/cifar10", _write_cifar10),
+    "mnist": Source(
+        "mnist", (*MNIST["train"], *MNIST["test"]), read_mnist, partial(_from_hub, "ylecun/mnist"), _write_mnist
+    ),
+    "cifar10": Source(
+        "cifar10", tuple(CIFAR10.values()), read_cifar10, partial(_from_hub, "uoft-cs/cifar10"), _write_cifar10
+    ),
+    "covertype": Source("covtype", (COVERTYPE,), read_covertype, _fetch_covertype, _write_covertype),
 }

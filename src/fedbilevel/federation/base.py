@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -125,6 +126,10 @@ class Federation(Protocol):
 
     def collect(self, count: int | None = None) -> Replies:
         """The next `count` arrivals that are accepted (the environment's participation if None), or all there are."""
+        ...
+
+    def uncharged(self) -> AbstractContextManager[None]:
+        """Within, exchanges cost nothing and take no time: only to simulate what a paper takes to be free."""
         ...
 
     def record(self, **values: float | Tensor) -> None:

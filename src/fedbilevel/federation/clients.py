@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -25,7 +26,7 @@ from fedbilevel.tree import nbytes
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
-TRACE_FROM = 50  # iterations; a trace costs about as much as it saves in that many
+TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
 
 
 class Exchange:
@@ -83,15 +84,17 @@ class Clients:
         self.device, self.mode, self.memory = device, mode, memory
         self.memories: dict[int, dict[str, Any]] = {}  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
+        self.uses: dict[str, int] = {}  # of each kind of step
+        self.names: dict[Hashable, str] = {}  # of the kinds of steps
         self.traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int]] = {}
 
     def snapshot(self) -> dict[str, Any]:
-        # Chunks round differently: a resumed run must cut the same ones.
-        return {"memories": dict(self.memories), "footprints": dict(self.footprints)}
+        # Chunks and traces round differently: a resumed run must cut and trace the same ones.
+        return {"memories": dict(self.memories), "footprints": dict(self.footprints), "uses": dict(self.uses)}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.memories = pytree.tree_map(lambda t: t.to(self.device), dict(snapshot["memories"]))
-        self.footprints = dict(snapshot["footprints"])
+        self.footprints, self.uses = dict(snapshot["footprints"]), dict(snapshot["uses"])
 
     def steps(self, exchange: Exchange, keys: Tensor, clients: Sequence[int]) -> list[int]:
         """How many steps each client will take."""
@@ -102,11 +105,11 @@ class Clients:
             return [passes(self._data(exchange, i), self._batch_size(exchange), steps.passes) for i in clients]
         return [steps] * len(clients)
 
-    def run(self, work: list[Assignment], iteration: int) -> Iterator[Part]:
+    def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
         for turn in _turns(work):
             for chunk in self._chunks(turn):
-                for part in self._run(chunk, iteration):
+                for part in self._run(chunk):
                     exchange = part.work[0].exchange
                     if exchange.role.remembers:
                         self._remember(part)
@@ -154,29 +157,29 @@ class Clients:
         if kind not in self.footprints:
             largest = max(group, key=lambda w: self.data[w.client].size("train") + self.data[w.client].size("val"))
             with _Allocations() as allocations:
-                self._alone(largest._replace(steps=min(2, largest.steps)), 0)
+                self._alone(largest._replace(steps=min(2, largest.steps)))
             self.footprints[kind] = max(allocations.bytes, 1)
         return self.footprints[kind]
 
-    def _run(self, work: list[Assignment], iteration: int) -> list[Part]:
+    def _run(self, work: list[Assignment]) -> list[Part]:
         """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
         if len(work) == 1:
-            return self._alone(work[0], iteration)
+            return self._alone(work[0])
         try:
-            return list(self._run_stack(work, stacked, iteration))
+            return list(self._run_stack(work, stacked))
         except Exception as error:
             for w in work:
-                self._alone(w, iteration)
+                self._alone(w)
             raise ClientError(
                 f"{work[0].exchange}: every client runs by itself but not in a stack, because of "
                 f"{type(error).__name__}: {_first_line(error)} (mode='loop' runs them one by one)"
             ) from error
 
-    def _alone(self, w: Assignment, iteration: int) -> list[Part]:
-        run = on_client(w.client, w.exchange, lambda: list(self._run_stack([w], _single, iteration)))
+    def _alone(self, w: Assignment) -> list[Part]:
+        run = on_client(w.client, w.exchange, lambda: list(self._run_stack([w], single)))
         return cast(list[Part], run)
 
-    def _run_stack(self, work: list[Assignment], lift: Lift, iteration: int) -> Iterator[Part]:
+    def _run_stack(self, work: list[Assignment], lift: Lift) -> Iterator[Part]:
         """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
         exchange, role = work[0].exchange, work[0].exchange.role
         data, keys = [self.data[w.client] for w in work], torch.tensor([w.key for w in work])
@@ -214,18 +217,16 @@ class Clients:
                 done.append((work[still:active], ended, batches.samples, gradients))
                 carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
                 active = still
-            carry, more = self._step(exchange, k == 0, carry, batches.at(k, active), lift, iteration)
+            carry, more = self._step(exchange, k == 0, carry, batches.at(k, active), lift)
             gradients += more
         for part, final, *took in [(work[:active], carry, batches.samples, gradients), *done]:
             yield Part(part, lift(role.finish)(final), *took)
 
-    def _step(
-        self, exchange: Exchange, first: bool, carry: Any, batch: Any, lift: Lift, iteration: int
-    ) -> tuple[Any, int]:
+    def _step(self, exchange: Exchange, first: bool, carry: Any, batch: Any, lift: Lift) -> tuple[Any, int]:
         """One step of a stack, and the gradient-equivalents each client spent on it.
 
-        Once a run has shown to be long the step is traced, and replayed from then on. When, depends on the iteration
-        alone: a resumed run makes the same choice, and so the same bits, as one that was never stopped.
+        Once it has been used often the step is traced, and replayed from then on. How often is in the checkpoint: a
+        resumed run makes the same choice, and so the same bits, as one that was never stopped.
         """
         values, form = pytree.tree_flatten((carry, batch))
         oracle, step = Oracle(self.problem), exchange.role.first if first else exchange.role.step
@@ -238,9 +239,15 @@ class Clients:
             return leaves
 
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
-        if iteration < TRACE_FROM or lift is not stacked or moving:
+        if lift is not stacked or moving:
             return pytree.tree_unflatten(flat(*values), after), oracle.gradients
         key = (exchange.phase, first, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
+        if key not in self.names:
+            self.names[key] = blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        name = self.names[key]
+        self.uses[name] = self.uses.get(name, 0) + 1
+        if self.uses[name] <= TRACE_FROM:
+            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
         if key not in self.traces:
             run = trace(flat, values)
             self.traces[key] = (run, after, oracle.gradients)
@@ -294,7 +301,7 @@ def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _single(fn: Callable[..., Any]) -> Callable[..., Any]:
+def single(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a stack of one, without vmap."""
 
     def run(*args: Any) -> Any:

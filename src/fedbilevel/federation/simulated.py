@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -122,6 +123,15 @@ class SimulatedFederation:
         self.draws += 1
         return int(integers(key, 0, count - 1))
 
+    @contextmanager
+    def uncharged(self) -> Iterator[None]:
+        ledger, free_at = self.ledger, self.free_at
+        self.ledger, self.free_at = deepcopy(ledger), dict(free_at)
+        try:
+            yield
+        finally:
+            self.ledger, self.free_at = ledger, free_at
+
     def record(self, **values: float | Tensor) -> None:
         for name, value in values.items():
             total, count = self.recorded.get(name, (0.0, 0))
@@ -195,7 +205,7 @@ class SimulatedFederation:
         lost = {ending.number for ending in endings if ending.lost}
         if exchange.role.remembers:  # what was posted before comes before
             self._evaluate([w for w in map(self.pending.get, clients) if w])
-        for part in self.engine.run(_computed(work, lost), self.ledger.iterations):
+        for part in self.engine.run(_computed(work, lost)):
             self._count(phase, len(part.work) * part.samples, len(part.work) * part.gradients)
             kept = [j for j, w in enumerate(part.work) if w.number not in lost]
             self._accept(*_chosen(part.work, part.values, kept), replies)
@@ -325,7 +335,7 @@ class SimulatedFederation:
         if not missing:
             return
         missing |= dict(itertools.islice(self.pending.items(), AHEAD))
-        for part in self.engine.run(list(missing.values()), iteration=0):  # never traced: few stacks have one size
+        for part in self.engine.run(list(missing.values())):
             for j, w in enumerate(part.work):
                 self.ready[w.client] = (row(part.values, j), part.samples, part.gradients)
                 self.pending.pop(w.client, None)

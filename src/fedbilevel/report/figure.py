@@ -41,14 +41,13 @@ LINES = {"solid": "-", "dash": (0, (4, 1.5)), "dot": (0, (1, 1.2)), "dashdot": (
 
 
 def figure(runs: Sequence[RunFolder], path: Path) -> None:
-    """Write the first metric over rounds and over bytes, and the other metrics over rounds."""
+    """Write the first metric over rounds and over virtual time (bytes without a clock), the other metrics over rounds."""
     if path.suffix not in (".pdf", ".png"):
         raise ValueError(f"{path} ends in {path.suffix!r}, expected .pdf or .png")
     groups, (along, measured) = group(runs), drawable(runs)
-    rounds, sent = AXES["round"], AXES["bytes"]
-    panels = [(rounds, metric) for metric in measured]
-    if sent in along:
-        panels.insert(1, (sent, measured[0]))
+    panels = [(AXES["round"], metric) for metric in measured]
+    for cost in [AXES[key] for key in ("virtual_s", "bytes") if AXES[key] in along][:1]:
+        panels.insert(1, (cost, measured[0]))
     columns = 2 if len(panels) == 4 else len(panels)
     lines = ceil(len(panels) / columns)
     with matplotlib.rc_context(STYLE):

@@ -29,6 +29,8 @@ SCHEDULES = {"power": schedules.Power, "cosine": schedules.Cosine}
 NAMED = ("task", "data", "algorithm")  # tables for which their name alone may stand
 SMOKE: dict[str, Table] = {  # what makes a task small, by its name
     "hyper-representation": {"data": "digits", "clients": 2, "samples": 32, "model": "mlp", "head_layers": 1},
+    "hyper-cleaning": {"data": "digits", "clients": 2, "samples": 32},
+    "regularization": {"data": "breast-cancer", "clients": 2, "samples": 32},
     "quadratic": {"clients": 2},
 }
 

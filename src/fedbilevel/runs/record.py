@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -168,11 +168,11 @@ def holds_run(path: Path) -> bool:
     return (path / CHECKPOINT).exists() or (path / SUMMARY).exists()
 
 
-def check_same(path: Path, config: Mapping[str, Any]) -> None:
+def check_same(path: Path, config: Mapping[str, Any], but: Sequence[str] = EXTENSIBLE) -> None:
     """A run goes on under its own settings; only its budget may be raised."""
     then, now = _flat(read_folder(path).config), _flat(without_none(config))
     for key in sorted({*then, *now}, key=lambda key: (not key.endswith(".name"), key)):
-        if key.split(".")[0] not in EXTENSIBLE and then.get(key) != now.get(key):
+        if key.split(".")[0] not in but and then.get(key) != now.get(key):
             raise ValueError(
                 f"{path} was run with {key} = {then.get(key)!r}, not {now.get(key)!r}; "
                 "a run goes on with its own settings"

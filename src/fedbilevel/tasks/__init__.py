@@ -21,7 +21,12 @@ class Task:
     evaluate: Callable[[Tree, Tree], Mapping[str, float]] | None = None
 
 
-_names = {"quadratic": "quadratic", "hyper-representation": "hyper_representation"}
+_names = {
+    "quadratic": "quadratic",
+    "hyper-representation": "hyper_representation",
+    "hyper-cleaning": "hyper_cleaning",
+    "regularization": "regularization",
+}
 
 
 def names() -> list[str]:

@@ -13,13 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbilevel import checks, nets
-from fedbilevel.data import load as load_data
-from fedbilevel.data import partition as partitions
-from fedbilevel.problem import ClientData, Problem, split_module
+from fedbilevel.problem import Problem, split_module
 from fedbilevel.tasks import Task
+from fedbilevel.tasks.classification import deal
 from fedbilevel.tree import Tree, dot
-
-TRAIN_ACCURACY_SAMPLES = 5000
 
 
 def hyper_representation(
@@ -47,15 +44,12 @@ def hyper_representation(
     keep only the first so many. FedNest's published code has validation .5 for iid and .2 for shards, dropout .5 (mlp
     only) and, in place of the ridge, norm_penalty .1: norm_penalty/2 times the sum of the head tensors' norms.
     """
-    source = load_data(data, data_dir)
     checks.non_negative("ridge", ridge)
     checks.non_negative("norm_penalty", norm_penalty)
-    for name, count in (("samples", samples), ("test_samples", test_samples)):
-        if count is not None:
-            checks.integer(name, count, least=1)
-    images, labels = (tensor[:samples] for tensor in source.train)
-    test = tuple(tensor[:test_samples] for tensor in source.test)
-    net = _model(model, tuple(images.shape[1:]), hidden, source.classes, seed, head_layers, dropout)
+    dealt = deal(
+        data, data_dir, partition, alpha, clients, validation, samples=samples, test_samples=test_samples, seed=seed
+    )
+    net = _model(model, tuple(dealt.inputs.shape[1:]), hidden, dealt.classes, seed, head_layers, dropout)
     apply, x, y = split_module(net, lower="head.")
     predict = split_module(deepcopy(net).eval(), lower="head.").apply
 
@@ -72,29 +66,10 @@ def hyper_representation(
             loss = loss + 0.5 * norm_penalty * torch.stack([tensor.norm() for tensor in y.values()]).sum()
         return loss
 
-    def accuracy(x: Tree, y: Tree, inputs: Tensor, targets: Tensor) -> float:
-        with torch.no_grad():
-            return float((predict(x, y, inputs).argmax(-1) == targets).float().mean())
-
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
-        seen = slice(0, TRAIN_ACCURACY_SAMPLES)
-        device = next(iter(x.values())).device
-        return {
-            "train_accuracy": accuracy(x, y, images[seen].to(device), labels[seen].to(device)),
-            "test_accuracy": accuracy(x, y, *(tensor.to(device) for tensor in test)),
-        }
+        return dealt.accuracies(predict, x, y)
 
-    options = {} if alpha is None else {"alpha": alpha}
-    parts = partitions.by_name(partition, labels, clients, seed, **options)
-    built = [_client(images, labels, part, validation, seed, i) for i, part in enumerate(parts)]
-    return Task(Problem(upper=upper, lower=lower, x=x, y=y), built, evaluate)
-
-
-def _client(
-    images: Tensor, labels: Tensor, part: partitions.Indices, validation: float, seed: int, client: int
-) -> ClientData:
-    train, val = (torch.as_tensor(index) for index in partitions.split(part, validation, seed, client))
-    return ClientData(train=(images[train], labels[train]), val=(images[val], labels[val]))
+    return Task(Problem(upper=upper, lower=lower, x=x, y=y), dealt.clients(), evaluate)
 
 
 def _model(
@@ -106,4 +81,6 @@ def _model(
         return nets.mlp(int(torch.Size(shape).numel()), hidden, classes, seed, dropout)
     if dropout:
         raise ValueError(f"dropout is {dropout}; it is for model 'mlp'")
+    if len(shape) != 3:
+        raise ValueError("model is 'cnn', which needs images; for other data it must be 'mlp'")
     return nets.lenet(shape[0], shape[1], classes, seed, head_layers)

@@ -1,0 +1,262 @@
+"""AFBO: any client, at any time, with any number of local steps.
+
+Li, Zhu, Gong, Mao and Zhou, "Anarchic Federated Bilevel Optimization".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from torch import Tensor
+
+from fedbilevel import checks
+from fedbilevel.algorithms import register
+from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.rounds import HessianProduct, Hypergradient, UpperGradientY
+from fedbilevel.algorithms.simfbo import DescendMean
+from fedbilevel.federation.base import Federation, Replies
+from fedbilevel.linear import neumann_sum, random_product
+from fedbilevel.oracle import Oracle
+from fedbilevel.phase import Message, Phase
+from fedbilevel.problem import Batch, Problem
+from fedbilevel.schedules import Step
+from fedbilevel.tree import Tree, project, zeros_like
+
+
+class Latest(NamedTuple):
+    """What clients last said: `sums` of n p_i times it, over those who spoke, whose n p_i add up to `heard`.
+
+    `said` holds what each of them said; where clients keep that themselves, the number of the message.
+    """
+
+    sums: Mapping[str, Tree]
+    heard: float
+    said: Mapping[int, Any]
+
+    def mean(self, name: str) -> Tree:
+        return self.sums[name] / self.heard
+
+    def renew(self, replies: Replies) -> Latest:
+        """Every reply takes the place of its client's last one."""
+        sums, heard, said = dict(self.sums), self.heard, dict(self.said)
+        for reply in replies:
+            old, new = said.get(reply.client), _trees(reply.values)
+            for name, value in new.items():
+                change = reply.weight * (value - old[name] if old else value)
+                sums[name] = sums[name] + change if name in sums else change
+            heard += 0.0 if old else reply.weight
+            said[reply.client] = new
+        return Latest(sums, heard, said)
+
+    def add(self, replies: Replies) -> Latest:
+        """The same from differences; `said` holds the number of each client's last message in the sums."""
+        sums, heard, said = dict(self.sums), self.heard, dict(self.said)
+        for reply in replies:
+            base, number = float(reply.values["base"]), float(reply.values["number"])
+            if base < 0 and reply.client in said:
+                sums, heard, said = {}, 0.0, {}  # it has lost its memory, so no one knows its part in the sums
+            if base != said.get(reply.client, -1.0):
+                continue  # a difference to what is not in the sums; the next message will be whole
+            for name, value in _trees(reply.values).items():
+                change = reply.weight * value
+                sums[name] = sums[name] + change if name in sums else change
+            heard += 0.0 if reply.client in said else reply.weight
+            said[reply.client] = number
+        return Latest(sums, heard, said)
+
+
+def _trees(values: Mapping[str, Any]) -> dict[str, Tree]:
+    return {name: value for name, value in values.items() if isinstance(value, Tree)}
+
+
+class State(NamedTuple):
+    """`latest` as a plain tuple; `idle`: who waits for a task; `inner`: rounds since x moved."""
+
+    x: Tree
+    y: Tree
+    z: Tree
+    latest: Any = ({}, 0.0, {})
+    idle: Any = ()
+    inner: int = 0
+    begun: bool = False
+
+
+class Work(DescendMean):
+    """E_i steps on x, y and z; replies with the means of the directions ("aligned")."""
+
+    summed = False
+    settings: AFBO  # type: ignore[assignment]
+
+
+class Base(NamedTuple):
+    """The message that a client's next one is a difference to, and the numbers of both (-1: it is whole)."""
+
+    message: Any
+    base: Tensor
+    number: Tensor
+
+
+class WorkOnDifferences(Work):
+    """As `Work`; replies with the difference to the client's message number `ack`, the last one the server has taken.
+
+    A client that no longer has that message sends a whole one.
+    """
+
+    remembers = True
+    reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y", "base": "scalar", "number": "scalar"}
+
+    def start(self, m: Message) -> Any:
+        zero, none = {"hx": zeros_like(m.x), "hy": zeros_like(m.y), "hz": zeros_like(m.z)}, 0.0 * m.ack - 1
+        last = m.memory or {"sent": zero, "number": none, "taken": zero, "base": none}
+        sent = ((m.ack == last["number"]) & (m.ack >= 0)).to(m.ack.dtype)
+        taken = ((m.ack == last["base"]) & (m.ack >= 0)).to(m.ack.dtype)
+        message = {name: sent * last["sent"][name] + taken * last["taken"][name] for name in zero}
+        return super().start(m), Base(message, (sent + taken) * (m.ack + 1) - 1, last["number"] + 1)
+
+    def step(self, c: Any, oracle: Oracle, batch: Any) -> Any:
+        return super().step(c[0], oracle, batch), c[1]
+
+    def finish(self, c: Any) -> dict[str, Any]:
+        h, (message, base, number) = super().finish(c[0]), c[1]
+        change = {name: value - message[name] for name, value in h.items()}
+        kept = {"sent": h, "number": number, "taken": message, "base": base}
+        return {**change, "base": base, "number": number, "memory": kept}
+
+
+class Inner(Phase):
+    """E_i steps y_i <- y_i - lr_y grad_y g_i(x, y_i); replies with the mean of the gradients (lines 5 to 8)."""
+
+    steps = "local"
+    batch = "train"
+    reply: ClassVar = {"hy": "y"}
+    summed = False
+
+    def start(self, m: Message) -> Any:
+        return m.x, m.y, zeros_like(m.y), m.steps
+
+    def step(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
+        x, y, q, steps = c
+        d = oracle.lower_gradient_y(x, y, batch)
+        return x, y - self.settings.lr_y * d, q + d, steps
+
+    def finish(self, c: Any) -> dict[str, Any]:
+        return {"hy": c[2] / c[3]}
+
+
+@register("afbo")
+@dataclass(frozen=True, kw_only=True)
+class AFBO(Algorithm):
+    """AFBO, one round an inner round: the server moves with what all clients last said, however old it is.
+
+    Everyone works on the last x, y, z it was sent: client i takes E_i local steps (the environment's) and sends the
+    means h_i of its directions d_y = grad_y g_i, d_z = d2yy g_i z - grad_y f_i, d_x = grad_x f_i - d2xy g_i z. When the
+    next replies are in (as many as the environment's participation), with h the mean over all clients of the last h_i,
+
+        y <- y - server_lr_y h_y,   z <- P_r(z - server_lr_z h_z),   x <- x - server_lr_x h_x,
+
+    x only every K = `inner_rounds` times, and those who answered get the new point. Because every client counts once,
+    whatever its speed, the fixed point is that of the problem. This is `hypergradient="linear-system"`, our default,
+    and a departure from print.
+
+    The paper's APHE asks all clients for products with the mean Hessian, lambda = `neumann_lr`, v = mean grad_y f_i:
+
+        p = lambda sum_{u < U} (I - lambda H)^u v        ("neumann", U = `neumann_steps`)
+        p = lambda U (I - lambda H)^U' v                 ("random-truncation", U' uniform on {0 .. U-1})
+        p = lambda m (I - lambda H)^m v                  ("printed", m clients: tends to 0 as m grows)
+
+    and x moves along mean (grad_x f_i - d2xy g_i p) after K inner rounds on y. Each product is a barrier over all
+    clients, stragglers included, and is charged as one; `aphe="server"` leaves it out of time and costs, as the paper's
+    simulation appears to.
+
+    `memory="client"`: clients keep what they last said and send differences; the server holds sums, and with each
+    task says which message it has taken last. A client that has lost its memory makes the sums begin anew.
+    `delay_aware=True` divides the steps by 1 + the mean staleness of the round's replies (the paper asks for
+    smaller steps under longer delays and gives no rule).
+
+    Departures from print: as said; local steps on y are plain SGD (none are printed); means go over the clients heard
+    so far; p is computed at the current point, where print has each client's last one.
+    """
+
+    independent_batches: ClassVar[bool] = False
+
+    lr_x: Step = 0.01
+    lr_y: Step = 0.05
+    lr_z: Step = 0.05
+    server_lr_x: Step = 0.05
+    server_lr_y: Step = 0.1
+    server_lr_z: Step = 0.1
+    radius: float = 1000.0
+    damping: float = 0.0
+    inner_rounds: int = 1
+    hypergradient: Literal["linear-system", "neumann", "random-truncation", "printed"] = "linear-system"
+    neumann_lr: float = 0.1
+    neumann_steps: int = 10
+    memory: Literal["server", "client"] = "server"
+    aphe: Literal["clients", "server"] = "clients"
+    delay_aware: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        estimators = ("linear-system", "neumann", "random-truncation", "printed")
+        checks.one_of("hypergradient", self.hypergradient, estimators)
+        checks.one_of("memory", self.memory, ("server", "client"))
+        checks.one_of("aphe", self.aphe, ("clients", "server"))
+        if self.memory == "client" and self.hypergradient != "linear-system":
+            raise ValueError(f"memory is 'client'; hypergradient must be 'linear-system', not {self.hypergradient!r}")
+
+    @property
+    def phases(self) -> dict[str, type[Phase]]:  # type: ignore[override]
+        return {
+            "work": Work if self.memory == "server" else WorkOnDifferences,
+            "inner": Inner,
+            "start": UpperGradientY,
+            "product": HessianProduct,
+            "hypergradient": Hypergradient,
+        }
+
+    def init(self, problem: Problem) -> State:
+        x, y = problem.start
+        return State(x, y, zeros_like(y))
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        idle, latest = s.idle if s.begun else range(len(fed)), Latest(*s.latest)
+        if self.hypergradient != "linear-system":
+            fed.post("inner", idle, x=s.x, y=s.y)
+        elif self.memory == "server":
+            fed.post("work", idle, x=s.x, y=s.y, z=s.z)
+        else:
+            each = [{"ack": latest.said.get(client, -1.0)} for client in idle]
+            fed.post("work", idle, each=each, x=s.x, y=s.y, z=s.z)
+        r = fed.collect()
+        latest = latest.renew(r) if self.memory == "server" else latest.add(r)
+        s = s._replace(latest=tuple(latest), idle=r.idle, inner=s.inner + 1, begun=True)
+        if not latest.heard:
+            return s
+        slower = 1 / (1 + sum(reply.staleness for reply in r) / max(len(r), 1)) if self.delay_aware else 1.0
+        s = s._replace(y=s.y - slower * self.server_lr_y * latest.mean("hy"))
+        if self.hypergradient == "linear-system":
+            s = s._replace(z=project(s.z - slower * self.server_lr_z * latest.mean("hz"), self.radius))
+        if s.inner < self.inner_rounds:
+            return s
+        h = latest.mean("hx") if self.hypergradient == "linear-system" else self.estimate(s, fed)
+        return s._replace(x=fed.problem.project(s.x - slower * self.server_lr_x * h), inner=0)
+
+    def estimate(self, s: State, fed: Federation) -> Tree:
+        """APHE: grad_x F - d2xy G p, each mean a barrier over all clients."""
+        everyone, lam, U = range(len(fed)), self.neumann_lr, self.neumann_steps
+
+        def product(v: Tree) -> Tree:
+            return fed.ask("product", everyone, x=s.x, y=s.y, v=v).mean("hv")  # type: ignore[no-any-return]
+
+        with fed.uncharged() if self.aphe == "server" else nullcontext():
+            v = fed.ask("start", everyone, x=s.x, y=s.y).mean("v")
+            if self.hypergradient == "neumann":
+                p = neumann_sum(product, v, U, lam)
+            elif self.hypergradient == "random-truncation":
+                p = random_product(product, v, U, lam, fed.draw(U))
+            else:
+                p = random_product(product, v, len(fed), lam, len(fed))
+            return fed.ask("hypergradient", everyone, x=s.x, y=s.y, p=p).mean("h")  # type: ignore[no-any-return]
