@@ -20,7 +20,7 @@ class Environment:
     many arrivals a `collect` waits for.
     local_steps: a number, a tuple (low, high) drawn for each client each round, or a list, one entry a client.
     batch_size: samples a mini-batch, drawn without replacement; None is the full batch.
-    min_replies: an exchange with fewer accepted replies ends the run.
+    min_replies: an `ask` with fewer accepted replies ends the run.
     delay: how long a task takes in virtual seconds (`fedbilevel.delays`); None is no time. stragglers: clients that
     take longer. deadline: an `ask` waits no longer, and later replies are lost. faults: what goes wrong.
     """

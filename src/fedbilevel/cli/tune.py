@@ -207,9 +207,9 @@ def _trial(number: int, path: Path, own: Mapping[str, Any]) -> Trial:
 def _level(setting: str) -> str | None:
     """Whose step size a setting is, by its name; the linear system's go with the lower level's."""
     words = setting.split("_")
-    if "lr" not in words or setting == "server_lr":  # the latter serves both levels
-        return None
-    return "x" if "x" in words else "y"
+    if "lr" in words and "x" in words:
+        return "x"
+    return "y" if "lr" in words and {"y", "z", "neumann"} & set(words) else None  # `server_lr` serves both levels
 
 
 def _member(config: Config, scales: Scales) -> Config:

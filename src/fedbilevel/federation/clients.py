@@ -86,7 +86,7 @@ class Clients:
         self.footprints: dict[str, int] = {}
         self.uses: dict[str, int] = {}  # of each kind of step
         self.names: dict[Hashable, str] = {}  # of the kinds of steps
-        self.traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int]] = {}
+        self.traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int] | None] = {}
 
     def snapshot(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
@@ -234,6 +234,7 @@ class Clients:
 
         def flat(*values: Tensor) -> list[Tensor]:
             nonlocal after
+            oracle.gradients = 0  # a trace may take two passes
             stepped = lift(lambda c, b: step(c, oracle, b))(*pytree.tree_unflatten(values, form))
             leaves, after = pytree.tree_flatten(stepped)
             return leaves
@@ -249,9 +250,14 @@ class Clients:
         if self.uses[name] <= TRACE_FROM:
             return pytree.tree_unflatten(flat(*values), after), oracle.gradients
         if key not in self.traces:
-            run = trace(flat, values)
-            self.traces[key] = (run, after, oracle.gradients)
-        run, after, gradients = self.traces[key]
+            try:
+                self.traces[key] = (trace(flat, values), after, oracle.gradients)
+            except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
+                log.info("phase %r is not traced: %s", exchange.phase, _first_line(error))
+                self.traces[key] = None
+        if (traced := self.traces[key]) is None:
+            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
+        run, after, gradients = traced
         return pytree.tree_unflatten(run(*values), after), gradients
 
 

@@ -211,7 +211,13 @@ class SimulatedFederation:
             self._accept(*_chosen(part.work, part.values, kept), replies)
         for ending in sorted(endings):
             self._end(ending, replies)
-        self._settle(replies, len(work))
+        self.ledger.refused_replies += len(replies.refused)
+        needed = min(self.environment.min_replies, len(work))
+        if len(replies) < needed:
+            why = f" ({replies.refused[0]})" if replies.refused else ""
+            raise QuorumError(
+                f"{exchange}: {len(replies)} of {len(work)} replies were accepted, at least {needed} needed{why}"
+            )
         return replies
 
     def post(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> None:
@@ -233,7 +239,6 @@ class SimulatedFederation:
         if not self.flying:
             raise RuntimeError("nothing is in flight, so nothing can be collected; post a task first")
         count = self.environment.cohort(len(self)) if count is None else checks.integer("count", count, least=1)
-        possible = min(count, len(self.flying))
         first = next(iter(self.flying.values())).exchange
         self.ledger.phase(first.phase).rounds += 1
         replies = Replies(first.phase, f"phase {first.phase!r}, round {self.ledger.rounds}", first.role.summed)
@@ -251,7 +256,7 @@ class SimulatedFederation:
                     self._take([w])
             if arrived:
                 self._accept(arrived, self._take(arrived), replies)
-        self._settle(replies, possible)
+        self.ledger.refused_replies += len(replies.refused)
         if staleness := [reply.staleness for reply in replies]:
             self.record(staleness=sum(staleness) / len(staleness), max_staleness=max(staleness))
             self.heard |= {reply.client for reply in replies}
@@ -306,16 +311,6 @@ class SimulatedFederation:
         else:
             replies.idle.append(ending.client)
             self.ledger.lost_tasks += ending.lost
-
-    def _settle(self, replies: Replies, asked: int) -> None:
-        """Count what was refused, and judge whether enough was accepted."""
-        self.ledger.refused_replies += len(replies.refused)
-        needed = min(self.environment.min_replies, asked)
-        if len(replies) < needed:
-            why = f" ({replies.refused[0]})" if replies.refused else ""
-            raise QuorumError(
-                f"{replies.place}: {len(replies)} of {asked} replies were accepted, at least {needed} needed{why}"
-            )
 
     def _take(self, work: list[Assignment]) -> Values:
         """What these posted tasks have computed, as a stack."""
