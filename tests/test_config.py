@@ -194,7 +194,7 @@ def test_local_steps(tmp_path: Path, value: str, meant: object, written: object)
     assert over.environment == made.environment
 
 
-def test_full_batches(tmp_path: Path) -> None:
+def test_as_coded(tmp_path: Path) -> None:
     made = resolved('task = "quadratic"\nenvironment.batch_size = 5', tmp_path, "environment.batch_size=full")
     assert made.environment.batch_size is None
     assert made.table["environment"]["batch_size"] == "full"

@@ -125,7 +125,7 @@ def test_evaluations_done_are_the_sum_of_the_steps(mode: str, steps: list[int]) 
     assert fed.ledger.totals()["samples"] == 3 * sum(steps)
 
 
-def test_full_batches_see_everything_and_minibatches_are_subsets_without_repetition() -> None:
+def test_as_coded_see_everything_and_minibatches_are_subsets_without_repetition() -> None:
     full = ask(federation(sizes=[4, 6]), [0, 1])
     assert {r.client: float(r.values["mean"]["x"]) for r in full} == {0: 1.5, 1: 102.5}
     data = 2.0 ** torch.arange(8, dtype=torch.float64)

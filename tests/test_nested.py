@@ -11,6 +11,7 @@ from torch import Tensor
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.solve import Run
+from fedbilevel.tree import norm
 
 
 def task(**options: Any) -> Any:
@@ -42,6 +43,19 @@ def step_on_x(of: Any, algorithm: Algorithm, draws: list[int] | None = None, coh
 
 
 SMALL = {"lr_x": 0.1, "lr_y": 1e-12, "lower_steps": 1, "upper_steps": 1}
+
+
+def test_the_published_code_draws_two_dropout_masks() -> None:
+    """Where y hardly moves the correction is q plus the difference of two masks: nothing with one, noise with two."""
+    of = fb.tasks.load("hyper-representation", data="digits", clients=2, hidden=16, dropout=0.5)
+    moved = {}
+    for compat in (None, "reference"):
+        method = fb.algorithms.FedNest(lr_y=1e-3, lower_steps=4, upper_steps=1, compat=compat)  # type: ignore[arg-type]
+        fed = fb.SimulatedFederation(of.problem, of.clients, method, fb.Environment(batch_size=16))
+        x, y = of.problem.start
+        q = fed.ask("gradient", [0, 1], x=x, y=y).mean("q")
+        moved[compat] = fed.ask("lower_round", [0, 1], x=x, y=y, q=q).mean("dy") + 4e-3 * q
+    assert 20 * norm(moved[None]) < norm(moved["reference"])
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8])

@@ -69,7 +69,7 @@ class Algorithm(ABC):
     solves: ClassVar[Literal["global", "local", "single"]] = "global"
     lower_level: ClassVar[Literal["shared", "private"]] = "shared"
     phases: ClassVar[Mapping[str, type[Phase]]]
-    full_batches: ClassVar[bool] = False  # for the phases of rounds.py: every sample instead of a mini-batch
+    as_coded: ClassVar[bool] = False  # for the phases of rounds.py: as FedNest's published code has them
 
     def __post_init__(self) -> None:
         for step in self._steps():

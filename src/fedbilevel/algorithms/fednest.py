@@ -97,7 +97,8 @@ class FedNest(_Nested):
 
         p = lambda (v + sum_{k <= N} (1/k) mean_i (I - lambda H_i)^k v);
 
-    one cohort serves p and x, and gradients are full-batch. (The code has one number for lambda and lr_x.) Our server
+    one cohort serves p and x, gradients are full-batch, and a loss with dropout draws a mask of its own for each of the
+    two gradients of a corrected step. (The code has one number for lambda and lr_x.) Our server
     holds the clients' private vectors for them: a factor moves one vector more each way.
     """
 
@@ -120,7 +121,7 @@ class FedNest(_Nested):
             checks.one_of("compat", self.compat, ("reference",))
 
     @property
-    def full_batches(self) -> bool:  # type: ignore[override]
+    def as_coded(self) -> bool:  # type: ignore[override]
         return self.compat == "reference"
 
     def iterate(self, s: State, fed: Federation) -> State:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
+from torch import Tensor
+
 from fedbilevel.linear import neumann_sum
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase, Steps
@@ -21,7 +23,7 @@ class Once(Phase):
 
     @property
     def full(self) -> bool:  # type: ignore[override]
-        return bool(self.settings.full_batches)
+        return bool(self.settings.as_coded)
 
     def start(self, m: Message) -> Any:
         return {name: value for name, value in vars(m).items() if name != "steps"}
@@ -80,7 +82,17 @@ class Walk(NamedTuple):
     direction: Any
 
 
-class LowerRound(Phase):
+class Corrected(Phase):
+    """Local steps that are corrected by the gradient at the start, on the same batch."""
+
+    def snapshot(self, batch: Batch) -> Batch:
+        """The batch for that gradient; the published code of FedNest draws another dropout mask for it."""
+        if not self.settings.as_coded or not isinstance(batch.rng, Tensor):
+            return batch
+        return batch._replace(rng=fold_in(batch.rng, 77))
+
+
+class LowerRound(Corrected):
     """tau_i steps y_i <- y_i - lr_y (grad_y g_i(x, y_i; b) - grad_y g_i(x, y; b) + q); replies with y_i - y.
 
     The SVRG type, as written; the SGD type drops the correction and takes no q.
@@ -98,21 +110,21 @@ class LowerRound(Phase):
 
     def first(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
         """At y_i = y the correction leaves q alone; the published code of FedNest evaluates it all the same."""
-        if self.settings.lower == "sgd" or self.settings.full_batches:
+        if self.settings.lower == "sgd" or self.settings.as_coded:
             return self.step(c, oracle, batch)
         return c._replace(here=c.here - self.settings.lr_y * c.direction)
 
     def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
         d = oracle.lower_gradient_y(c.other, c.here, batch)
         if self.settings.lower == "svrg":
-            d = d - oracle.lower_gradient_y(c.other, c.start, batch) + c.direction
+            d = d - oracle.lower_gradient_y(c.other, c.start, self.snapshot(batch)) + c.direction
         return c._replace(here=c.here - self.settings.lr_y * d)
 
     def finish(self, c: Walk) -> dict[str, Any]:
         return {"dy": c.here - c.start}
 
 
-class UpperRound(Phase):
+class UpperRound(Corrected):
     """tau_i steps x_i <- x_i - lr_x (h - grad_x f_i(x, y; b) + grad_x f_i(x_i, y; b)); replies with x_i - x.
 
     Only the direct part is corrected: the indirect one would need the global Hessian at x_i.
@@ -120,7 +132,7 @@ class UpperRound(Phase):
 
     @property
     def full(self) -> bool:  # type: ignore[override]
-        return bool(self.settings.full_batches)
+        return bool(self.settings.as_coded)
 
     batch = "val"
     reply: ClassVar = {"dx": "x"}
@@ -137,7 +149,7 @@ class UpperRound(Phase):
         return c._replace(here=oracle.project_x(c.here - self.settings.lr_x * c.direction))
 
     def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
-        there = oracle.upper_gradient_x(c.start, c.other, batch)
+        there = oracle.upper_gradient_x(c.start, c.other, self.snapshot(batch))
         here = oracle.upper_gradient_x(c.here, c.other, batch)
         return c._replace(here=oracle.project_x(c.here - self.settings.lr_x * (c.direction - there + here)))
 

@@ -41,7 +41,7 @@ LINES = {"solid": "-", "dash": (0, (4, 1.5)), "dot": (0, (1, 1.2)), "dashdot": (
 
 
 def figure(runs: Sequence[RunFolder], path: Path) -> None:
-    """Write the first metric over rounds and over virtual time (bytes without a clock), the other metrics over rounds."""
+    """Write the first metric over rounds and over virtual time (else bytes), and the other metrics over rounds."""
     if path.suffix not in (".pdf", ".png"):
         raise ValueError(f"{path} ends in {path.suffix!r}, expected .pdf or .png")
     groups, (along, measured) = group(runs), drawable(runs)
