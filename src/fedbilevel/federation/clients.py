@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import ClientError, wrong
+from fedbilevel.federation.base import ClientError, log, wrong
 from fedbilevel.federation.batches import Batches, passes, shape
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase
