@@ -149,3 +149,15 @@ def test_a_traced_run_is_the_run(monkeypatch: Any, name: str) -> None:
 def test_steps_with_a_schedule_are_never_traced(monkeypatch: Any) -> None:
     moving = fb.algorithms.SimFBO(lr_x=fb.schedules.Power(0.1))
     assert not run(monkeypatch, 0, moving).fed.engine.traces
+
+
+def test_a_step_that_cannot_be_traced_runs_as_it_is(monkeypatch: Any) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("data-dependent")
+
+    eager = run(monkeypatch, 10**9, fb.algorithms.SimFBO())
+    monkeypatch.setattr(engine, "trace", refuse)
+    refused = run(monkeypatch, 0, fb.algorithms.SimFBO())
+    assert set(refused.fed.engine.traces.values()) == {None}
+    assert refused.fed.ledger.phases == eager.fed.ledger.phases
+    assert all(torch.equal(refused.state.x[key], value) for key, value in eager.state.x.items())
