@@ -134,6 +134,13 @@ def test_a_section_under_a_label_of_its_own_names_its_method_task_and_data(tmp_p
     plain = resolved(text, tmp_path)
     assert (plain.label, plain.table["task"]["noise"], "label" in plain.table) == ("simfbo", 0.0, False)
     assert resolved(text, tmp_path, "task=quadratic", algorithm="slow").table["task"]["noise"] == 0.5
+    other = resolved(f'{text}\n[algorithms.asfbo]\ntask = {{ name = "regularization" }}', tmp_path, algorithm="asfbo")
+    assert other.table["task"]["name"] == "regularization"
+    assert "noise" not in other.table["task"]
+    chosen = [resolved(f'label = "x"\n{text}', tmp_path, algorithm=name).label for name in ("simfbo", "slow")]
+    assert chosen == ["simfbo", "slow"]
+    with pytest.raises(configs.ConfigError, match="the label '[.][.]/x' would name a folder elsewhere"):
+        resolved(text.replace("algorithms.slow", 'algorithms."../x"'), tmp_path, algorithm="../x")
 
 
 def test_options_win_over_the_file_and_settings_over_options(tmp_path: Path) -> None:

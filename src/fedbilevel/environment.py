@@ -21,8 +21,9 @@ class Environment:
     local_steps: a number, a tuple (low, high) drawn for each client each round, or a list, one entry a client.
     batch_size: samples a mini-batch, drawn without replacement; None is the full batch.
     min_replies: an `ask` with fewer accepted replies ends the run.
-    delay: how long a task takes in virtual seconds (`fedbilevel.delays`); None is no time. stragglers: clients that
-    take longer. deadline: an `ask` waits no longer, and later replies are lost. faults: what goes wrong.
+    delay: how long a task takes in virtual seconds, whatever its steps (`fedbilevel.delays`); None is no time.
+    stragglers: clients that take longer. deadline: an `ask` waits no longer, and later replies are lost. faults: what
+    goes wrong.
     """
 
     participation: int | float = 1.0

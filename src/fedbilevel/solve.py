@@ -197,7 +197,9 @@ class Run:
         costs = ledger.totals()
         metrics: dict[str, Any] = {"round": costs.pop("rounds"), "iteration": ledger.iterations, **costs}
         metrics |= {"virtual_s": ledger.virtual_s, "wall_s": ledger.wall_s}
-        metrics |= {**self.losses(x, y), **self.fed.records(), **(self.evaluate(x, y) if self.evaluate else {})}
+        metrics |= {**self.losses(x, y), **self.fed.records()}
+        if self.evaluate and is_finite((x, y)):
+            metrics |= self.evaluate(x, y)
         self.history.append(metrics)
         if self.status == "completed" and (reason := self._diverged(metrics)):
             self.status, self.reason = "diverged", f"round {metrics['round']}: {reason}"

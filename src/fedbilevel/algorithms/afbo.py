@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fedbilevel import checks
@@ -29,47 +30,59 @@ from fedbilevel.tree import Tree, project, zeros_like
 class Latest(NamedTuple):
     """What clients last said: `sums` of n p_i times it, over those who spoke, whose n p_i add up to `heard`.
 
-    `said` holds what each of them said; where clients keep that themselves, the number of the message.
+    `said` holds, for each of them, the number of the iteration it was asked in, and what it said unless it keeps that
+    itself. Sums are float64: they only ever change by differences, and would keep the rounding of larger days.
     """
 
     sums: Mapping[str, Tree]
     heard: float
-    said: Mapping[int, Any]
+    said: Mapping[int, tuple[int, Mapping[str, Tree]]]
 
-    def mean(self, name: str) -> Tree:
-        return self.sums[name] / self.heard
+    def mean(self, name: str, like: Tree) -> Tree:
+        return (self.sums[name] / self.heard).map(lambda value, other: value.to(other.dtype), like)
 
-    def renew(self, replies: Replies) -> Latest:
+    def age(self, now: int) -> float:
+        """The mean age of what is in the sums, in iterations."""
+        return sum(now - number for number, _ in self.said.values()) / len(self.said)
+
+    def renew(self, replies: Replies, now: int) -> Latest:
         """Every reply takes the place of its client's last one."""
         sums, heard, said = dict(self.sums), self.heard, dict(self.said)
         for reply in replies:
-            old, new = said.get(reply.client), _trees(reply.values)
-            for name, value in new.items():
-                change = reply.weight * (value - old[name] if old else value)
-                sums[name] = sums[name] + change if name in sums else change
+            new, (_, old) = _trees(reply.values), said.get(reply.client, (0, {}))
+            change = {name: value - old[name].map(Tensor.double) if old else value for name, value in _double(new)}
+            _add(sums, reply.weight, change)
             heard += 0.0 if old else reply.weight
-            said[reply.client] = new
+            said[reply.client] = (now - reply.staleness, new)
         return Latest(sums, heard, said)
 
-    def add(self, replies: Replies) -> Latest:
-        """The same from differences; `said` holds the number of each client's last message in the sums."""
-        sums, heard, said = dict(self.sums), self.heard, dict(self.said)
+    def add(self, replies: Replies) -> tuple[Latest, list[int]]:
+        """The same from differences; and who has lost its memory: the sums begin anew without its unknown part."""
+        sums, heard, said, forgetful = dict(self.sums), self.heard, dict(self.said), []
         for reply in replies:
-            base, number = float(reply.values["base"]), float(reply.values["number"])
+            base, number = int(reply.values["base"]), int(reply.values["number"])
             if base < 0 and reply.client in said:
-                sums, heard, said = {}, 0.0, {}  # it has lost its memory, so no one knows its part in the sums
-            if base != said.get(reply.client, -1.0):
+                sums, heard, said = {}, 0.0, {}
+                forgetful.append(reply.client)
+            if base != said.get(reply.client, (-1, {}))[0]:
                 continue  # a difference to what is not in the sums; the next message will be whole
-            for name, value in _trees(reply.values).items():
-                change = reply.weight * value
-                sums[name] = sums[name] + change if name in sums else change
+            _add(sums, reply.weight, dict(_double(_trees(reply.values))))
             heard += 0.0 if reply.client in said else reply.weight
-            said[reply.client] = number
-        return Latest(sums, heard, said)
+            said[reply.client] = (number, {})
+        return Latest(sums, heard, said), forgetful
 
 
 def _trees(values: Mapping[str, Any]) -> dict[str, Tree]:
     return {name: value for name, value in values.items() if isinstance(value, Tree)}
+
+
+def _double(trees: Mapping[str, Tree]) -> list[tuple[str, Tree]]:
+    return [(name, tree.map(Tensor.double)) for name, tree in trees.items()]
+
+
+def _add(sums: dict[str, Tree], weight: float, change: Mapping[str, Tree]) -> None:
+    for name, value in change.items():
+        sums[name] = sums[name] + weight * value if name in sums else weight * value
 
 
 class State(NamedTuple):
@@ -102,28 +115,44 @@ class Base(NamedTuple):
 class WorkOnDifferences(Work):
     """As `Work`; replies with the difference to the client's message number `ack`, the last one the server has taken.
 
-    A client that no longer has that message sends a whole one.
+    A client that no longer has that message sends a whole one. It remembers what the server's sum makes of it, in
+    float64, not what it meant: so differences add up.
     """
 
     remembers = True
     reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y", "base": "scalar", "number": "scalar"}
 
     def start(self, m: Message) -> Any:
-        zero, none = {"hx": zeros_like(m.x), "hy": zeros_like(m.y), "hz": zeros_like(m.z)}, 0.0 * m.ack - 1
+        point = {"hx": m.x, "hy": m.y, "hz": m.z}
+        zero = {name: zeros_like(value.map(Tensor.double)) for name, value in point.items()}
+        none = torch.full_like(m.ack, -1)
         last = m.memory or {"sent": zero, "number": none, "taken": zero, "base": none}
-        sent = ((m.ack == last["number"]) & (m.ack >= 0)).to(m.ack.dtype)
-        taken = ((m.ack == last["base"]) & (m.ack >= 0)).to(m.ack.dtype)
-        message = {name: sent * last["sent"][name] + taken * last["taken"][name] for name in zero}
-        return super().start(m), Base(message, (sent + taken) * (m.ack + 1) - 1, last["number"] + 1)
+        sent = (m.ack == last["number"]) & (m.ack >= 0)
+        known = sent | ((m.ack == last["base"]) & (m.ack >= 0))
+        message = {
+            name: zero[name].map(
+                lambda nothing, new, old: torch.where(known, torch.where(sent, new, old), nothing),
+                *(last["sent"][name], last["taken"][name]),
+            )
+            for name in zero
+        }
+        return super().start(m), Base(message, torch.where(known, m.ack, none), m.number + 0 * m.ack)
 
     def step(self, c: Any, oracle: Oracle, batch: Any) -> Any:
         return super().step(c[0], oracle, batch), c[1]
 
     def finish(self, c: Any) -> dict[str, Any]:
         h, (message, base, number) = super().finish(c[0]), c[1]
-        change = {name: value - message[name] for name, value in h.items()}
-        kept = {"sent": h, "number": number, "taken": message, "base": base}
-        return {**change, "base": base, "number": number, "memory": kept}
+        change = {
+            name: h[name].map(lambda new, old: (new.double() - old).to(new.dtype), message[name]) for name in message
+        }
+        sent = {name: message[name] + change[name].map(Tensor.double) for name in message}
+        return {
+            **change,
+            "base": base,
+            "number": number,
+            "memory": {"sent": sent, "number": number, "taken": message, "base": base},
+        }
 
 
 class Inner(Phase):
@@ -172,9 +201,10 @@ class AFBO(Algorithm):
     simulation appears to.
 
     `memory="client"`: clients keep what they last said and send differences; the server holds sums, and with each
-    task says which message it has taken last. A client that has lost its memory makes the sums begin anew.
-    `delay_aware=True` divides the steps by 1 + the mean staleness of the round's replies (the paper asks for
-    smaller steps under longer delays and gives no rule).
+    task says which message it has taken last. A client that has lost its memory makes the sums begin anew (the
+    metric `restarts` counts it). `delay_aware=True` divides the steps by 1 + the mean age of the messages in the
+    sums, in iterations (the paper asks for smaller steps under longer delays and gives no rule). `damping` is that
+    of `SimFBO`.
 
     Departures from print: as said; local steps on y are plain SGD (none are printed); means go over the clients heard
     so far; p is computed at the current point, where print has each client's last one.
@@ -222,26 +252,30 @@ class AFBO(Algorithm):
         return State(x, y, zeros_like(y))
 
     def iterate(self, s: State, fed: Federation) -> State:
-        idle, latest = s.idle if s.begun else range(len(fed)), Latest(*s.latest)
+        idle, latest, now = s.idle if s.begun else range(len(fed)), Latest(*s.latest), fed.ledger.iterations
         if self.hypergradient != "linear-system":
             fed.post("inner", idle, x=s.x, y=s.y)
         elif self.memory == "server":
             fed.post("work", idle, x=s.x, y=s.y, z=s.z)
         else:
-            each = [{"ack": latest.said.get(client, -1.0)} for client in idle]
-            fed.post("work", idle, each=each, x=s.x, y=s.y, z=s.z)
+            each = [{"ack": latest.said.get(client, (-1, {}))[0]} for client in idle]
+            fed.post("work", idle, each=each, x=s.x, y=s.y, z=s.z, number=now)
         r = fed.collect()
-        latest = latest.renew(r) if self.memory == "server" else latest.add(r)
+        if self.memory == "server":
+            latest = latest.renew(r, now)
+        else:
+            latest, forgetful = latest.add(r)
+            fed.record(restarts=len(forgetful))
         s = s._replace(latest=tuple(latest), idle=r.idle, inner=s.inner + 1, begun=True)
         if not latest.heard:
             return s
-        slower = 1 / (1 + sum(reply.staleness for reply in r) / max(len(r), 1)) if self.delay_aware else 1.0
-        s = s._replace(y=s.y - slower * self.server_lr_y * latest.mean("hy"))
+        slower = 1 / (1 + latest.age(now)) if self.delay_aware else 1.0
+        s = s._replace(y=s.y - slower * self.server_lr_y * latest.mean("hy", s.y))
         if self.hypergradient == "linear-system":
-            s = s._replace(z=project(s.z - slower * self.server_lr_z * latest.mean("hz"), self.radius))
+            s = s._replace(z=project(s.z - slower * self.server_lr_z * latest.mean("hz", s.z), self.radius))
         if s.inner < self.inner_rounds:
             return s
-        h = latest.mean("hx") if self.hypergradient == "linear-system" else self.estimate(s, fed)
+        h = latest.mean("hx", s.x) if self.hypergradient == "linear-system" else self.estimate(s, fed)
         return s._replace(x=fed.problem.project(s.x - slower * self.server_lr_x * h), inner=0)
 
     def estimate(self, s: State, fed: Federation) -> Tree:

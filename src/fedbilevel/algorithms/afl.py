@@ -22,13 +22,15 @@ from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, zeros_like
 
+NOTHING: Any = ({}, 0.0, {})
+
 
 class State(NamedTuple):
     """`latest`: what clients last said (see `afbo`), as a plain tuple; `idle`: who waits for a task."""
 
     x: Tree
     y: Tree
-    latest: Any = ({}, 0.0, {})
+    latest: Any = NOTHING
     idle: Any = ()
     begun: bool = False
 
@@ -103,9 +105,9 @@ class AFL(Algorithm):
     def iterate(self, s: State, fed: Federation) -> State:
         fed.post("work", s.idle if s.begun else range(len(fed)), x=s.x, y=s.y)
         r = fed.collect()
-        latest = (Latest(*s.latest) if self.variant == "cs" else Latest({}, 0.0, {})).renew(r)
-        s = s._replace(latest=tuple(latest), idle=r.idle, begun=True)
+        latest = Latest(*s.latest).renew(r, fed.ledger.iterations)
+        s = s._replace(latest=tuple(latest) if self.variant == "cs" else NOTHING, idle=r.idle, begun=True)
         if not latest.heard:
             return s
-        x, y = s.x - self.server_lr_x * latest.mean("hx"), s.y - self.server_lr_y * latest.mean("hy")
+        x, y = s.x - self.server_lr_x * latest.mean("hx", s.x), s.y - self.server_lr_y * latest.mean("hy", s.y)
         return s._replace(x=fed.problem.project(x), y=y)

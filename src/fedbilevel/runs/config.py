@@ -183,19 +183,22 @@ def resolve(
     for key, value in chosen:  # a section's settings must be there before it is chosen
         if key.startswith("algorithms."):
             _put(table, key, value)
-    task = _name(asked, "task") or _name(table, "task")
     label = (
         _name(asked, "algorithm") or algorithm or _name(table, "algorithm") or [*table.get("compare", []), "simfbo"][0]
     )
     own = dict(table.get("algorithms", {}).get(label, {}))
     name = own.pop("algorithm", label)
     conditions = {section: own.pop(section, {}) for section in ("environment", "task", "data")}
+    task = _name(asked, "task") or _name(conditions, "task") or _name(table, "task")
     if _name(table, "task") not in (None, task):  # the settings of one are not those of another
         table |= {"task": {}, "data": {}}
+    if _name(conditions, "task") not in (None, task):
         conditions |= {"task": {}, "data": {}}
-    if _name(table, "algorithm") not in (None, name):
+    if _name(table, "algorithm") != name:
         table |= {"algorithm": {}, "label": None}
     if label != name:
+        if "/" in label or label in (".", ".."):
+            raise ConfigError(f"{place}: the label {label!r} would name a folder elsewhere; it must not hold a '/'")
         table["label"] = label
     table |= {section: {**table.get(section, {}), **special} for section, special in conditions.items()}
     table["algorithm"] = {**table.get("algorithm", {}), **own, "name": name}

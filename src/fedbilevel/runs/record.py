@@ -114,6 +114,7 @@ class Recorder:
         reached = {target: next((r for r, a in accuracies if a >= float(target)), None) for target in TARGETS}
         return {
             "algorithm": run.fed.algorithm.name,
+            "label": self.config.get("label") or run.fed.algorithm.name,
             "task": self.config.get("task", {}).get("name"),
             "data": self.config.get("data", {}).get("name"),
             "seed": run.fed.seed,

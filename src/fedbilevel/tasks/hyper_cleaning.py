@@ -81,7 +81,7 @@ def hyper_cleaning(
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
         found = {}
-        if corrupted.any():
+        if corrupted.any() and not corrupted.all():
             guess = -x["weights"].cpu()
             found = {
                 "f1": float(f1_score(corrupted, guess > 0, zero_division=0.0)),
