@@ -139,7 +139,7 @@ def test_a_section_under_a_label_of_its_own_names_its_method_task_and_data(tmp_p
     assert "noise" not in other.table["task"]
     chosen = [resolved(f'label = "x"\n{text}', tmp_path, algorithm=name).label for name in ("simfbo", "slow")]
     assert chosen == ["simfbo", "slow"]
-    with pytest.raises(configs.ConfigError, match="the label '[.][.]/x' would name a folder elsewhere"):
+    with pytest.raises(configs.ConfigError, match=r"the label '[.][.]/x' would name a folder elsewhere"):
         resolved(text.replace("algorithms.slow", 'algorithms."../x"'), tmp_path, algorithm="../x")
 
 
