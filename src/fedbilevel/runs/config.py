@@ -194,8 +194,10 @@ def resolve(
         table |= {"task": {}, "data": {}}
     if _name(conditions, "task") not in (None, task):
         conditions |= {"task": {}, "data": {}}
+    if _name(table, "algorithm") not in (None, name):
+        table["algorithm"] = {}
     if _name(table, "algorithm") != name:
-        table |= {"algorithm": {}, "label": None}
+        table["label"] = None
     if label != name:
         if "/" in label or label in (".", ".."):
             raise ConfigError(f"{place}: the label {label!r} would name a folder elsewhere; it must not hold a '/'")
