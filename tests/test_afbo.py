@@ -126,6 +126,33 @@ def test_a_number_is_not_used_twice(task: Any) -> None:
     torch.testing.assert_close(latest.mean("hx", run.state.x)["x"], torch.stack(exact).mean(0), rtol=0, atol=1e-12)
 
 
+def test_x_moves_once_in_inner_rounds(task: Any) -> None:
+    run = advance(task, AFBO(**STEPS, inner_rounds=3), 0)
+    moved = []
+    for _ in range(7):
+        before = run.state.x["x"]
+        run.advance()
+        moved.append(not torch.equal(before, run.state.x["x"]))
+    assert moved == [False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("variant", ["cs", "cd"])
+def test_afl_averages_all_that_was_said_or_what_has_just_arrived(task: Any, variant: Any) -> None:
+    """Of six clients with equal delays 0 and 1 answer first, then 2 and 3, all of them about the start."""
+    method = fb.algorithms.AFL(variant=variant, neumann_steps=2, neumann_lr=0.7, server_lr_x=0.3, server_lr_y=0.2)
+    fed = fb.SimulatedFederation(task.problem, task.clients, method)
+    x, y = task.problem.start
+    said = [reply.values for reply in fed.ask("work", range(6), x=x, y=y)]
+    run = advance(task, method, 1, delay=Constant(1.0), participation=2)
+    first = run.state
+    run.advance()
+    heard = said[2:4] if variant == "cd" else said[:4]
+    for name, lr in (("x", 0.3), ("y", 0.2)):
+        mean = torch.stack([values[f"h{name}"][name] for values in heard]).mean(0)
+        after = getattr(first, name)[name] - lr * mean
+        torch.testing.assert_close(getattr(run.state, name)[name], after, rtol=0, atol=1e-12)
+
+
 class Arrivals(AFBO):
     """AFA-CD's rule: average whatever arrives."""
 

@@ -18,7 +18,7 @@ import fedbilevel as fb
 from fedbilevel.cli.tune import Scales, Trial, Tuning, _level, _member, _scales
 from fedbilevel.runs import config as configs
 from tests.test_kill import lines, members, wait
-from tests.tool import call, config, contents, fork, is_refusal, metrics, summary, write
+from tests.tool import call, config, contents, done, fork, is_refusal, metrics, summary, write
 
 EXPERIMENT = """
 title = "A"
@@ -209,6 +209,17 @@ def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.Mo
     ]
     assert list(rows[0].items())[:4] == [("algorithm", "asfbo"), ("trial", 0), ("scale_x", 1.0), ("scale_y", 1.0)]
     assert list(rows[0])[4:] == ["upper_loss", "test_accuracy", "status", "best"]
+
+
+def test_variants_of_one_method_are_tuned_apart(tmp_path: Path, here: pytest.MonkeyPatch) -> None:
+    slow = write(tmp_path / "b.toml", EXPERIMENT + '[algorithms.slow]\nalgorithm = "simfbo"\nlr_x = 1e-4\n')
+    done("tune", slow, "--algorithm", "simfbo,slow", "--trials", 1, "--rounds", 4, "--out", tmp_path / "out")
+    found = tuned(tmp_path / "out")
+    assert found["compare"] == ["simfbo", "slow"]
+    assert (found["algorithms"]["slow"]["algorithm"], found["algorithms"]["slow"]["lr_x"]) == ("simfbo", 1e-4)
+    assert found["algorithms"]["simfbo"]["lr_x"] == 1e-3
+    place, table = configs.read(str(tmp_path / "out" / "tuned.toml"))
+    assert configs.resolve(place, table, algorithm="slow").label == "slow"
 
 
 def test_divergence_is_the_worst_there_is(file: Path, tmp_path: Path, here: pytest.MonkeyPatch) -> None:

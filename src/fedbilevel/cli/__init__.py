@@ -100,7 +100,7 @@ def run(
 
 def _tell(summary: dict[str, Any], folder: Path) -> None:
     accuracy = summary["final_test_accuracy"]
-    ended = f"{summary['algorithm']}: {summary['status']} after {summary['rounds']} rounds"
+    ended = f"{summary['label']}: {summary['status']} after {summary['rounds']} rounds"
     print(ended + (f", test accuracy {accuracy:.4f}" if accuracy is not None else ""))
     if summary["reason"]:
         print(f"reason: {summary['reason']}")
@@ -191,7 +191,7 @@ def tune(
     methods = {}
     for name in names:
         config = configs.resolve(place, table, algorithm=name, settings=set_, overrides=overrides, smoke=smoke)
-        methods[config.algorithm.name] = config
+        methods[config.label] = config
     # tuned.toml is the experiment as it was changed here, its budget and each method's own conditions as they were.
     common = {key: value for key, value in table.items() if key != "algorithms"}
     changed = configs.resolve(place, common, algorithm=names[0], settings=set_, overrides=given, smoke=smoke)

@@ -166,7 +166,8 @@ class Tuning(Comparison):
         for name, (number, scales, _, loss, _, config) in best.items():
             comment += [f"{name}: trial {number} of {counts[name]}, x {scales.x:g}, y {scales.y:g}, loss {loss:.6g}"]
             settings = {key: value for key, value in config["algorithm"].items() if key != "name"}
-            sections[name] = {**settings, "environment": config["environment"]}
+            what = {key: value for key, value in sections.get(name, {}).items() if key in ("algorithm", "task", "data")}
+            sections[name] = {**what, **settings, "environment": config["environment"]}
         title = f"{self.experiment.get('title', '')} (step sizes tuned)".strip()
         compare = [name for name in self.experiment.get("compare", []) if name in best]
         compare += [name for name in best if name not in compare]
