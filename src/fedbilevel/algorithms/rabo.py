@@ -136,7 +136,7 @@ class RABO(Algorithm):
         if problem.lower_level == "private" and (self.hypergradient == "global" or self.lower_steps is None):
             key = "hypergradient" if self.hypergradient == "global" else "lower_steps"
             raise ValueError(
-                f"{key} is {getattr(self, key)!r}, but this problem's lower level is private: every episode has its own; "
+                f"{key} is {getattr(self, key)!r}; with a private lower level, as here, every episode has its own: "
                 "hypergradient must be 'local' and lower_steps a number"
             )
 
