@@ -69,8 +69,7 @@ class Hypergradient(Once):
     reply: ClassVar = {"h": "x"}
 
     def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
-        x, y = m["x"], m["y"]
-        return {"h": oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, m["p"], batch)}
+        return {"h": oracle.hypergradient(m["x"], m["y"], m["p"], batch)}
 
 
 class Walk(NamedTuple):
