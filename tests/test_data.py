@@ -321,30 +321,31 @@ def test_other_covertype_files_are_refused(tmp_path):
         data.load("covertype", tmp_path)
 
 
-def test_digit_characters_are_whole_digits_apart_and_no_image_occurs_twice():
+def test_digit_characters_are_whole_digits_apart_and_hands_share_no_image():
     from sklearn.datasets import load_digits
 
-    images, labels = load_digits(return_X_y=True)
-    where = {tuple(image): label for image, label in zip(images.tolist(), labels, strict=True)}
+    where = {
+        tuple(image): label for image, label in zip(*map(np.ndarray.tolist, load_digits(return_X_y=True)), strict=True)
+    }
+
+    def kind(character):
+        """(digit, rotation, mirrored), and the images of scikit-learn."""
+        for turn in range(8):
+            back = (character.flip(-1) if turn >= 4 else character).rot90(-turn, (-2, -1))
+            images = [tuple(image) for image in (16 * back).flatten(1).tolist()]
+            if images[0] in where:
+                (digit,) = {where[image] for image in images}
+                return (digit, turn), set(images)
+        raise AssertionError("not of scikit-learn's digits")
+
     digits = data.characters("digits")
-    assert (digits.train.shape, digits.test.shape) == ((56, 20, 1, 8, 8), (12, 20, 1, 8, 8))
-    found, seen = {}, set()
-    for part in ("train", "test"):
-        kinds = []
-        for character in getattr(digits, part):
-            for turns in range(4):  # the rotation that gives back images of scikit-learn
-                back = [tuple((16 * drawing.rot90(-turns, (-2, -1))).flatten().tolist()) for drawing in character]
-                if back[0] in where:
-                    assert not seen & set(back)
-                    seen.update(back)
-                    kinds.append((*{where[image] for image in back}, turns))
-                    break
-        found[part] = kinds
-    assert len(seen) == 68 * 20
-    assert sorted(found["test"]) == [(digit, turns) for digit in (3, 4, 7) for turns in range(4)]
-    assert sorted(found["train"]) == sorted(2 * [(d, turns) for d in (0, 1, 2, 5, 6, 8, 9) for turns in range(4)])
-    assert len(set(found["train"][:28])) == len(set(found["train"][10:38])) == 28
-    assert len({digit for digit, _ in found["train"][3:10]}) == 7
+    assert (digits.train.shape, digits.test.shape) == ((112, 20, 1, 8, 8), (12, 20, 1, 8, 8))
+    tests = [kind(character) for character in digits.test]
+    assert sorted(found for found, _ in tests) == [(digit, turn) for digit in (3, 4, 7) for turn in range(4)]
+    kinds, images = zip(*map(kind, digits.train), strict=True)
+    assert sorted(kinds[:56]) == sorted(kinds[30:86]) == [(d, turn) for d in (0, 1, 2, 5, 6, 8, 9) for turn in range(8)]
+    for one, other in zip(images[:56], images[56:], strict=True):
+        assert len(one | other) == 40
 
 
 OMNIGLOT = {"A/character01": 1, "A/character02": 1, "B/character01": 0}  # characters, and which are in the background

@@ -35,7 +35,6 @@ COVERTYPE_MEASURED = 10  # columns; the other 44 are indicators of wilderness ar
 OMNIGLOT = "omniglot28.npz"
 OMNIGLOT_ZIPS = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python"
 DRAWINGS = 20  # of a character
-UNSEEN_DIGITS = (3, 4, 7)
 
 
 class Source(NamedTuple):
@@ -147,28 +146,28 @@ def _read_cifar10_split(file: Path) -> Labelled:
 
 
 def read_digit_characters() -> tuple[Tensor, Tensor]:
-    """The digits inside scikit-learn as characters: every digit in four rotations, 3, 4 and 7 (unseen) for testing.
+    """The digits inside scikit-learn as characters: 3, 4 and 7 in four rotations for testing, the others for training.
 
-    Of each of the other digits there are two disjoint hands of 20 images a rotation: 56 characters of 28 kinds, in an
-    order in which any 28 in a row are of different kinds and any 7 of different digits. The 12 test characters are
-    their kinds' only ones. No image occurs twice. Upside down a 6 is a 9 and a 0, 1 or 8 is itself: the unseen digits
-    are those that rotation tells apart best.
+    Those in four rotations and their mirror images, each drawn by two hands: 112 characters of 56 kinds, in an order in
+    which any 56 in a row are of different kinds. The hands of a kind share no image. Upside down a 6 is a 9, and a 0 or
+    an 8 is itself: 3, 4 and 7 are the digits that rotations tell apart best.
     """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     drawings = torch.from_numpy(images / 16).float().reshape(-1, 1, 8, 8)
 
-    def characters(digits: Iterable[int], hands: int) -> Tensor:
-        blocks = [
-            drawings[labels == digit][: hands * 4 * DRAWINGS].reshape(hands, 4, DRAWINGS, 1, 8, 8) for digit in digits
-        ]
-        dealt = torch.stack(blocks, 2)  # (hands, rotations, digits, drawings, ...)
-        turned = [block.rot90(turns, (-2, -1)) for turns, block in enumerate(dealt.unbind(1))]
-        return torch.stack(turned, 1).flatten(0, 2)
+    def characters(digits: Iterable[int], hands: int, turns: int) -> Tensor:
+        found = []
+        for hand in range(hands):
+            for turn in range(turns):  # by 90 degrees; from the fourth on mirrored
+                first = (4 * hand + turn) % 8 * DRAWINGS
+                for digit in digits:
+                    own = drawings[labels == digit][first : first + DRAWINGS].rot90(turn, (-2, -1))
+                    found.append(own.flip(-1) if turn >= 4 else own)
+        return torch.stack(found)
 
-    seen = [digit for digit in range(10) if digit not in UNSEEN_DIGITS]
-    return characters(seen, hands=2), characters(UNSEEN_DIGITS, hands=1)
+    return characters((0, 1, 2, 5, 6, 8, 9), hands=2, turns=8), characters((3, 4, 7), hands=1, turns=4)
 
 
 def read_omniglot(folder: Path) -> tuple[Tensor, Tensor]:
