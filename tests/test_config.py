@@ -59,7 +59,13 @@ def test_defaults_are_filled_in(tmp_path: Path) -> None:
     expected = {"name": "quadratic", "clients": 8, "dim_x": 5, "dim_y": 4, "condition": 10.0, "heterogeneity": 1.0}
     assert table["task"] == {**expected, "samples": 1, "noise": 0.0, "dtype": "float64"}
     assert table["algorithm"].keys() == {"name", *(f.name for f in dataclasses.fields(algorithms.SimFBO))}
-    assert table["environment"] == {"participation": 1.0, "local_steps": 1, "batch_size": "full", "min_replies": 1}
+    assert table["environment"] == {
+        "participation": 1.0,
+        "local_steps": 1,
+        "batch_size": "full",
+        "min_replies": 1,
+        "capacity": 1.0,
+    }
     assert (table["rounds"], table["seed"], table["device"], table["checkpoint_every"]) == (100, 0, "cpu", 10)
     assert table["runtime"] == {"mode": "stack", "memory": 2**31, "threads": 1}
 

@@ -191,6 +191,15 @@ def square():
         # a sum with the inputs, and one with the outputs, cannot be cut
         ([nets.Residual(square(), nn.Identity()), square()], {"0.path": (None, None), "1": (None, None)}),
         ([square(), nets.Residual(square(), nn.Identity())], {"0": (None, None), "1.path": (None, None)}),
+        # axes that the inner sum has made one meet again in the outer one
+        (
+            [square(), nets.Residual(nets.Residual(nn.Identity(), square()), nn.Identity()), square()],
+            {
+                "0": ("1.path.shortcut", None),
+                "1.path.shortcut": ("1.path.shortcut",) * 2,
+                "2": (None, "1.path.shortcut"),
+            },
+        ),
         # here the inner sum makes the axes "0" and "1.path.shortcut" one, and the outer shortcut reads it
         (
             [square(), nets.Residual(nets.Residual(nn.Identity(), square()), square()), square()],

@@ -34,6 +34,7 @@ class Features(Batch):
 class Embedded(NamedTuple):
     """A batch at one x: `build` makes it of its features, `pull` takes derivatives in those back to x."""
 
+    raw: Batch
     features: list[Tensor]
     build: Callable[[list[Tensor]], Features]
     pull: Callable[[list[Tensor]], tuple[Tree]]
@@ -80,7 +81,7 @@ class Oracle:
             return Features(*pytree.tree_unflatten([next(rest) if t is None else t for t in others], form))
 
         found, pull, others = vjp(features, x, has_aux=True)  # type: ignore[misc]  # typed without aux
-        return Embedded(found, build, pull)
+        return Embedded(batch, found, build, pull)
 
     def _data(self, x: Tree, batch: Batch, level: int) -> Data:
         """What a loss is given of its side of a batch."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ def units(axes: Axes, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {axis: min(found) for axis, found in sizes.items()}
 
 
-class Submodel(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Submodel:
     """The part of a model that a client holds: of each axis the units that are kept, in order."""
 
     axes: Axes

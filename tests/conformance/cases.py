@@ -285,6 +285,22 @@ def fedmbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
+def rabo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    A, B, _, _, t, D = m
+    x, y = torch.zeros_like(t), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        y = lower_round(m, h, x, y, steps)
+        p = neumann(A, upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"] - 1)
+        x = x - h["lr_x"] * (x - t + D.T @ y + B.T @ p)
+    return x, y
+
+
+def rabo_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+    """N = 5: a lower round; grad_y f, 4 products and the fused hypergradient, which counts 3."""
+    n = len(steps)
+    return 2, n * 2 * (x + y), n * (x + y), sum(steps) + n * (1 + 2 * 4 + 3)
+
+
 def local_gradients(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The local hypergradient with J terms, and the lower gradient."""
     A, B, c, _, t, D = m
@@ -445,6 +461,7 @@ _FEDMBO = {
 _NEUMANN = {"neumann_lr": 1.0, "neumann_steps": 5, "truncation": "sum"}
 _LOCALBSG = {"lr_x": 0.1, "lr_y": 0.5, "momentum_weight": 0.7, **_NEUMANN}
 _ADAFBIO = _LOCALBSG | {"norm_decay": 0.6, "norm_floor": 1.0}
+_RABO = {"lr_x": 0.2, "lr_y": 0.5, "lower_steps": None, "neumann_lr": 1.0, "neumann_steps": 5}
 _BEGIN = (1, 4 * (24 + 16), 4 * (24 + 16), 4 * 13)
 
 _PLANES = {
@@ -498,6 +515,8 @@ CASES = {
         once=(1, 4 * (24 + 32), 4 * (24 + 32), 4 * 3),
         rounds=500,
     ),
+    "rabo": Case(_RABO, rabo, rabo_cost, rounds=400, goal=fewer_terms),
+    "rafbo": Case(_RABO | {"width": 1.0}, rabo, rabo_cost, rounds=400, goal=fewer_terms),  # exact on quadratics
     "fedavg": Case(
         {"lr_x": 0.1, "lr_y": 0.4, "server_lr": 0.9, "train": "y"},
         fedavg,

@@ -45,6 +45,7 @@ from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc  # noqa: E402
 from fedbilevel.algorithms.fedmbo import FedMBO  # noqa: E402
 from fedbilevel.algorithms.fednest import FedNest, LFedNest  # noqa: E402
 from fedbilevel.algorithms.localbsg import LocalBSGM, LocalBSGVR  # noqa: E402
+from fedbilevel.algorithms.rabo import RABO, RAFBO  # noqa: E402
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
 
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
     "AFL",
     "ASFBO",
     "LAASFBO",
+    "RABO",
+    "RAFBO",
     "SDBO",
     "AdaFBiO",
     "AggITD",

@@ -132,7 +132,7 @@ def resnet18(
 
 
 def _convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
-    """A convolution and its norm, whose bias makes one of the convolution redundant."""
+    """A convolution without bias, and its norm, which has one."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     return [convolution, GroupNorm(outputs // _GROUP, _GROUP)]
 
