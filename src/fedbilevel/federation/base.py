@@ -251,12 +251,10 @@ class Replies:
         return self._sums[name].map(lambda t, w: torch.where(w + whole > 0, t / (w + whole), 0.0), parts)  # type: ignore[no-any-return]
 
     def coverage(self) -> dict[str, float]:
-        """The least number of clients that hold a coordinate somebody holds (C*), and the share that somebody does."""
-        found = {}
+        """Of x and of y, where they come from submodels."""
+        found: dict[str, float] = {}
         for kind, tree in self._held.items():
-            counts = flatten(tree) + (len(self) - len(self._parts))
-            found[f"min_coverage_{kind}"] = float(counts[counts > 0].min())
-            found[f"covered_{kind}"] = float((counts > 0).double().mean())
+            found |= coverage(kind, flatten(tree) + (len(self) - len(self._parts)))
         return found
 
     def __len__(self) -> int:
@@ -264,6 +262,15 @@ class Replies:
 
     def __iter__(self) -> Iterator[Reply]:
         return iter(sorted(self._replies, key=lambda reply: reply.place))
+
+
+def coverage(kind: str, counts: Tensor) -> dict[str, float]:
+    """The least number of clients that hold a coordinate somebody holds (C*), and the share that somebody does."""
+    held = counts[counts > 0]
+    return {
+        f"min_coverage_{kind}": float(held.min()) if len(held) else 0.0,
+        f"covered_{kind}": len(held) / len(counts),
+    }
 
 
 def _weight(replies: Sequence[Reply]) -> float:
