@@ -34,7 +34,7 @@ def prototype_loss(support: Any, query: Any) -> Tensor:
     """
     for side in (support, query):
         if not isinstance(side, dict) or not {"features", "labels"} <= side.keys():
-            got = f"with {', '.join(side)}" if isinstance(side, dict) else type(side).__name__
+            got = f"dict with {', '.join(side)}" if isinstance(side, dict) else type(side).__name__
             raise ValueError(f"embed returned a {got}; protonet needs a dict with 'features' and 'labels'")
     same = (support["labels"][:, None] == support["labels"]).to(support["features"])
     means, counts = same @ support["features"].flatten(1) / same.sum(1, keepdim=True), same.sum(1)
