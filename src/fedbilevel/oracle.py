@@ -67,18 +67,18 @@ class Oracle:
         if self.problem.embed is None:
             return batch
         form: Any = None
+        floating: list[bool] = []  # labels have no derivatives
 
-        def features(x: Tree) -> tuple[list[Tensor], list[Tensor | None]]:
-            nonlocal form
+        def features(x: Tree) -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal form, floating
             leaves, form = pytree.tree_flatten((self._data(x, batch, 0), self._data(x, batch, 1), batch.rng))
-            floating = [leaf.is_floating_point() for leaf in leaves]  # labels have no derivatives
-            return [leaf for leaf, f in zip(leaves, floating, strict=True) if f], [
-                None if f else leaf for leaf, f in zip(leaves, floating, strict=True)
-            ]
+            floating = [leaf.is_floating_point() for leaf in leaves]
+            pairs = list(zip(leaves, floating, strict=True))
+            return [leaf for leaf, f in pairs if f], [leaf for leaf, f in pairs if not f]
 
         def build(features: list[Tensor]) -> Features:
-            rest = iter(features)
-            return Features(*pytree.tree_unflatten([next(rest) if t is None else t for t in others], form))
+            moving, fixed = iter(features), iter(others)
+            return Features(*pytree.tree_unflatten([next(moving if f else fixed) for f in floating], form))
 
         found, pull, others = vjp(features, x, has_aux=True)  # type: ignore[misc]  # typed without aux
         return Embedded(batch, found, build, pull)
