@@ -171,3 +171,15 @@ def test_clients_hold_whole_sets_of_characters_on_both_sides_and_none_for_testin
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fb.tasks.load("few-shot", **options)
+
+
+def test_rabo_learns_a_backbone_for_characters_it_has_not_seen() -> None:
+    """Seen: from .51 to .71."""
+    task = fb.tasks.load("few-shot", hidden=16, episodes=100)
+    method = fb.algorithms.get("rabo")(lr_x=0.3, lr_y=0.5, lower_steps=5, neumann_lr=0.5, neumann_steps=5)
+    environment = fb.Environment(batch_size=5, local_steps=2)
+    result = fb.solve(
+        task.problem, task.clients, method, rounds=20, environment=environment, evaluate=task.evaluate, every=20
+    )
+    first, last = (metrics["test_accuracy"] for metrics in result.history)
+    assert last > first + 0.1
