@@ -6,6 +6,7 @@ gradient-equivalents to `gradients`: a gradient 1; a Hessian- or cross-vector pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,12 +74,11 @@ class Oracle:
             nonlocal form, floating
             leaves, form = pytree.tree_flatten((self._data(x, batch, 0), self._data(x, batch, 1), batch.rng))
             floating = [leaf.is_floating_point() for leaf in leaves]
-            pairs = list(zip(leaves, floating, strict=True))
-            return [leaf for leaf, f in pairs if f], [leaf for leaf, f in pairs if not f]
+            return list(itertools.compress(leaves, floating)), [t for t in leaves if not t.is_floating_point()]
 
         def build(features: list[Tensor]) -> Features:
-            moving, fixed = iter(features), iter(others)
-            return Features(*pytree.tree_unflatten([next(moving if f else fixed) for f in floating], form))
+            some, rest = iter(features), iter(others)
+            return Features(*pytree.tree_unflatten([next(some if f else rest) for f in floating], form))
 
         found, pull, others = vjp(features, x, has_aux=True)  # type: ignore[misc]  # typed without aux
         return Embedded(batch, found, build, pull)
