@@ -20,7 +20,9 @@ from fedbilevel.submodels import Submodel
 @register("fedrolex")
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(HeteroFL):
-    """HeteroFL with a window that moves by a unit an iteration, in every axis by itself: in iteration t client i holds
+    """FedRolex: HeteroFL with windows that move by one unit an iteration, in every axis by itself.
+
+    In iteration t client i holds
 
         units t, t + 1, ..., t + ceil(r_i K) - 1   (mod K)   of an axis of K units.
 

@@ -43,19 +43,21 @@ def slope(w: Tensor, threshold: Tensor) -> Tensor:
 @register("fiarse")
 @dataclass(frozen=True, kw_only=True)
 class FIARSE(FedAvg):
-    """FedAvg with masks on single weights: client i holds the int(r_i d) largest |w| of d, among x and y together.
+    """FIARSE: FedAvg on the weights that are largest now, by masks on single weights.
 
-    thr_i is the least of these when the round begins. A local step has m = 1[|w| >= thr_i], anew each time, runs the
-    network with w m, and takes the mask for a function of |w| with slope 2 thr / (|w| + thr)^2 where it is 1:
+    Client i holds the int(r_i d) largest |w| of d, among x and y together; thr_i is the least of these when the round
+    begins. A local step has m = 1[|w| >= thr_i], anew each time, runs the network with w m, and takes the mask for a
+    function of |w| with slope 2 thr_i / (|w| + thr_i)^2 where it is 1:
 
         w <- w - lr m (1 + 2 thr_i |w| / (|w| + thr_i)^2) grad g_i(w m).
 
     A weight that falls below thr_i stays there for the rest of the round. Displacements are averaged in each coordinate
-    over the clients that moved it (not: that held it); where none did it stays.
+    over the clients that moved it, which leaves out those that held it and had a gradient of 0, as of a dead unit;
+    where none did it stays.
 
     Tensors keep their shape, so a client computes and sends as much as with the whole model, and the ledger counts
     that; of the mask it gets thr_i alone. It replies by itself: the server counts what is not 0, which costs no bytes
-    but secure sums. Here r_i is a share of the weights; a submodel of width r_i has about r_i^2 of them.
+    but rules out sums that hide a client's own. Here r_i is a share of the weights; a submodel of width r_i has about r_i^2 of them.
 
     Departures from print (read in the published code): norm layers are left out of masks there by their kind, here by
     `submodel.maskable`; thr_i is 0 for r_i = 1 (there the least |w|): whole clients are FedAvg's.
@@ -92,9 +94,9 @@ class FIARSE(FedAvg):
 @register("fiarse-structured")
 @dataclass(frozen=True, kw_only=True)
 class FIARSEStructured(HeteroFL):
-    """HeteroFL with the units of each axis whose weights have the largest norm now.
+    """HeteroFL with FIARSE's choice over whole units: those whose weights have the largest norm now.
 
-    FIARSE's choice for networks that are really smaller; the mask has no gradient. Ours: print masks single weights.
+    Ours, for networks that are really smaller: print masks single weights. The choice has no gradient.
     """
 
     def hold(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:

@@ -19,9 +19,10 @@ from fedbilevel.submodels import Submodel
 @register("static")
 @dataclass(frozen=True, kw_only=True)
 class HeteroFL(FedAvg):
-    """FedAvg on submodels: client i holds the first ceil(r_i K) of the K units of every axis ("static").
+    """HeteroFL: FedAvg on submodels, the first units of every axis ("static").
 
-    It takes FedAvg's local steps on its part w_i of w = (x, y), on episodes too, and replies with its displacement:
+    Client i holds the first ceil(r_i K) of the K units of every axis. It takes FedAvg's local steps on its part w_i of
+    w = (x, y), on episodes too, and replies with its displacement:
 
         w[k] <- w[k] + server_lr mean of dw_i[k] over the clients i that hold k;    where nobody does, w[k] stays.
 

@@ -57,7 +57,9 @@ class Adapt(Episodes):
 @register("maml")
 @dataclass(frozen=True, kw_only=True)
 class MAML(Algorithm):
-    """MAML, one round an iteration; only for private lower levels. With w = (x, y), on each episode
+    """MAML, one round an iteration; only for private lower levels.
+
+    With w = (x, y), on each episode
 
         w_0 = w,   w_k+1 = w_k - inner_lr grad g(w_k)   (`inner_steps` times),   h = d f(w_K) / d w_0.
 

@@ -48,12 +48,14 @@ def deal(largest: Pick, core: float, t: int) -> Pick:
 @register("oap")
 @dataclass(frozen=True, kw_only=True)
 class OAP(FedAvg):
-    """FedAvg with masks m_i on single weights, chosen anew in each iteration: client i holds int(r_i d) of d weights,
+    """OAP: FedAvg with masks on single weights, one for each client, chosen anew in each iteration.
+
+    Client i holds, by its mask m_i, int(r_i d) of d weights:
 
         the ceil(core d) largest |w|, which everybody holds, and a slice of the rest, another for each client,
 
     so that every weight is held by somebody whenever the budgets allow: the minimum coverage index, on which the rate
-    depends, is then at least 1. From w m_i a client takes steps w <- w - lr m_i grad g_i(w m_i); displacements are
+    depends, is then at least 1. From w m_i a client takes steps w <- w - lr m_i grad g_i(w m_i). Displacements are
     averaged in each coordinate over the clients that hold it, and where nobody does it stays.
 
     Tensors keep their shape, so a client computes and sends as much as with the whole model, and gets its mask besides,
@@ -76,19 +78,16 @@ class OAP(FedAvg):
         return self.move(s, dx, dy, fed)
 
     def masks(self, s: State, fed: Federation, S: Sequence[int]) -> list[dict[str, Tree]]:
+        """m_i for x and for y."""
         w, each = maskable(fed.problem, s.x, s.y), []
+        everything = {name: torch.ones_like(t, dtype=torch.bool) for name, t in {**s.x, **s.y}.items()}
         order = magnitudes(w).argsort(descending=True, stable=True)
         pick = deal(lambda axis, total, count, group: order[:count], self.core, fed.ledger.iterations)
         for place, ratios in enumerate(fed.capacities(S)):
             held = torch.zeros_like(order, dtype=torch.bool)
             held[pick("", len(order), min(budget(w, s.x, ratios), len(order)), place)] = True
-            masks = unflatten(held, w)
-            each.append(
-                {
-                    kind: Tree({n: masks[n] if n in w else torch.ones_like(t, dtype=torch.bool) for n, t in v.items()})
-                    for kind, v in (("x", s.x), ("y", s.y))
-                }
-            )
+            mask = {**everything, **unflatten(held, w)}
+            each.append({"x": Tree({name: mask[name] for name in s.x}), "y": Tree({name: mask[name] for name in s.y})})
         return each
 
     def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
@@ -99,9 +98,10 @@ class OAP(FedAvg):
 @register("oap-structured")
 @dataclass(frozen=True, kw_only=True)
 class OAPStructured(HeteroFL):
-    """HeteroFL with OAP's choice over whole units: of each axis the ceil(core K) with the largest weights for
-    everybody, of the others a slice for each client. Ours, for networks that are really smaller.
+    """HeteroFL with OAP's choice over whole units.
 
+    Of the K units of an axis everybody holds the ceil(core K) with the largest weights, and of the others each client a
+    slice of its own. Ours, for networks that are really smaller: print masks single weights, as far as we recall.
     Somebody holds every unit whenever the budgets allow; a weight between units of two clients' slices may be held by
     neither.
     """

@@ -271,7 +271,7 @@ def list_(what: Annotated[str, typer.Argument(help="algorithms, tasks, experimen
         return (algorithms.get(name).__doc__ or "").strip().split("\n")[0]
 
     listings: dict[str, Callable[[], list[str]]] = {
-        "algorithms": lambda: [f"{name:12} {first_line(name)}" for name in algorithms.names()],
+        "algorithms": lambda: [f"{name:17} {first_line(name)}" for name in algorithms.names()],
         "tasks": tasks.names,
         "experiments": lambda: [f"{name:16} {configs.read(name)[1].get('title', '')}" for name in configs.names()],
         "data": data_names,
