@@ -56,8 +56,9 @@ class FIARSE(FedAvg):
     where none did it stays.
 
     Tensors keep their shape, so a client computes and sends as much as with the whole model, and the ledger counts
-    that; of the mask it gets thr_i alone. It replies by itself: the server counts what is not 0, which costs no bytes
-    but rules out sums that hide a client's own. Here r_i is a share of the weights; a submodel of width r_i has about r_i^2 of them.
+    that; of the mask it gets thr_i alone. The server sees each reply by itself, to count what is not 0: that costs no
+    bytes, but rules out sums that hide a client's own. Here r_i is a share of the weights; a submodel of width r_i has
+    about r_i^2 of them.
 
     Departures from print (read in the published code): norm layers are left out of masks there by their kind, here by
     `submodel.maskable`; thr_i is 0 for r_i = 1 (there the least |w|): whole clients are FedAvg's.
