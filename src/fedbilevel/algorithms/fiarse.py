@@ -43,7 +43,7 @@ def slope(w: Tensor, threshold: Tensor) -> Tensor:
 @register("fiarse")
 @dataclass(frozen=True, kw_only=True)
 class FIARSE(FedAvg):
-    """FedAvg with masks on single weights: client i holds the int(r_i d) largest |w| of d, among x and y together.
+    """FedAvg with masks on single weights: client i holds the int(r_i^2 d) largest |w| of d, among x and y together.
 
     thr_i is the least of these when the round begins. A local step has m = 1[|w| >= thr_i], anew each time, runs the
     network with w m, and takes the mask for a function of |w| with slope 2 thr / (|w| + thr)^2 where it is 1:
@@ -55,7 +55,7 @@ class FIARSE(FedAvg):
 
     Tensors keep their shape, so a client computes and sends as much as with the whole model, and the ledger counts
     that; of the mask it gets thr_i alone. It replies by itself: the server counts what is not 0, which costs no bytes
-    but secure sums. Here r_i is a share of the weights; a submodel of width r_i has about r_i^2 of them.
+    but secure sums. r_i is a ratio of widths: a submodel of that width has as many weights.
 
     Departures from print (read in the published code): norm layers are left out of masks there by their kind, here by
     `submodel.maskable`; thr_i is 0 for r_i = 1 (there the least |w|): whole clients are FedAvg's.

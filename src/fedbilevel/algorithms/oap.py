@@ -48,7 +48,7 @@ def deal(largest: Pick, core: float, t: int) -> Pick:
 @register("oap")
 @dataclass(frozen=True, kw_only=True)
 class OAP(FedAvg):
-    """FedAvg with masks m_i on single weights, chosen anew in each iteration: client i holds int(r_i d) of d weights,
+    """FedAvg with masks m_i on single weights, chosen anew in each iteration: client i holds int(r_i^2 d) of d weights,
 
         the ceil(core d) largest |w|, which everybody holds, and a slice of the rest, another for each client,
 
@@ -57,7 +57,7 @@ class OAP(FedAvg):
     averaged in each coordinate over the clients that hold it, and where nobody does it stays.
 
     Tensors keep their shape, so a client computes and sends as much as with the whole model, and gets its mask besides,
-    a byte a weight; the ledger counts that. r_i is a share of the weights; a submodel of width r_i has about r_i^2.
+    a byte a weight; the ledger counts that. r_i is a ratio of widths: a submodel of that width has as many weights.
 
     Departures from print (recalled, not read: the paper was not at hand): it leaves the masks open, so the recipe is
     ours; `submodel.maskable` says what is not masked.
