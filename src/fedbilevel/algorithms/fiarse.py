@@ -45,7 +45,7 @@ def slope(w: Tensor, threshold: Tensor) -> Tensor:
 class FIARSE(FedAvg):
     """FIARSE: FedAvg on the weights that are largest now, by masks on single weights.
 
-    Client i holds the int(r_i d) largest |w| of d, among x and y together; thr_i is the least of these when the round
+    Client i holds the int(r_i^2 d) largest |w| of d, among x and y together; thr_i is the least of these when the round
     begins. A local step has m = 1[|w| >= thr_i], anew each time, runs the network with w m, and takes the mask for a
     function of |w| with slope 2 thr_i / (|w| + thr_i)^2 where it is 1:
 
@@ -57,8 +57,8 @@ class FIARSE(FedAvg):
 
     Tensors keep their shape, so a client computes and sends as much as with the whole model, and the ledger counts
     that; of the mask it gets thr_i alone. The server sees each reply by itself, to count what is not 0: that costs no
-    bytes, but rules out sums that hide a client's own. Here r_i is a share of the weights; a submodel of width r_i has
-    about r_i^2 of them.
+    bytes, but rules out sums that hide a client's own. r_i is a ratio of widths, and a submodel of that width has about
+    as many weights; in print it is the share of the weights.
 
     Departures from print (read in the published code): norm layers are left out of masks there by their kind, here by
     `submodel.maskable`; thr_i is 0 for r_i = 1 (there the least |w|): whole clients are FedAvg's.

@@ -50,7 +50,7 @@ def deal(largest: Pick, core: float, t: int) -> Pick:
 class OAP(FedAvg):
     """OAP: FedAvg with masks on single weights, one for each client, chosen anew in each iteration.
 
-    Client i holds, by its mask m_i, int(r_i d) of d weights:
+    Client i holds, by its mask m_i, int(r_i^2 d) of d weights, about as many as a submodel of width r_i has:
 
         the ceil(core d) largest |w|, which everybody holds, and a slice of the rest, another for each client,
 
@@ -59,7 +59,7 @@ class OAP(FedAvg):
     averaged in each coordinate over the clients that hold it, and where nobody does it stays.
 
     Tensors keep their shape, so a client computes and sends as much as with the whole model, and gets its mask besides,
-    a byte a weight; the ledger counts that. r_i is a share of the weights; a submodel of width r_i has about r_i^2.
+    a byte a weight; the ledger counts that.
 
     Departures from print (recalled, not read: the paper was not at hand): it leaves the masks open, so the recipe is
     ours; `submodel.maskable` says what is not masked.
@@ -67,7 +67,7 @@ class OAP(FedAvg):
 
     submodels = True
 
-    core: float = 0.03
+    core: float = 0.002
 
     def iterate(self, s: State, fed: Federation) -> State:
         S = fed.sample()

@@ -55,9 +55,9 @@ def magnitudes(w: Tree) -> Tensor:
 
 
 def budget(w: Tree, x: Tree, ratios: tuple[float, float]) -> int:
-    """How many of the weights w a client holds. Its ratios count weights here, not units: int(r d) where they agree."""
-    held = sum(ratios[name not in x] * tensor.numel() for name, tensor in w.items())
-    return max(1, int(held + 1e-6))  # 0.07 * 100 is 7.000000000000001, 0.29 * 100 is 28.999999999999996
+    """How many of the d weights w a client holds: int(r^2 d), about as many as a submodel of width r has."""
+    held = sum(ratios[name not in x] ** 2 * tensor.numel() for name, tensor in w.items())
+    return max(1, int(held + 1e-6))  # 0.7**2 * 100 is 48.99999999999999
 
 
 def held_mean(fed: Federation, r: Replies, name: str, held: Sequence[Tree]) -> Tree:
