@@ -100,7 +100,7 @@ class Clients:
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
         self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
         self.names: dict[Hashable, tuple[str, str]] = {}  # of the kinds of steps, in either sense
-        self.traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int] | None] = {}
+        self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
 
     def snapshot(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
@@ -243,28 +243,28 @@ class Clients:
             yield Part(part, lift(role.finish)(final), before.then(last))
 
     def _took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
-        return self._use(exchange, place, fn, *pytree.tree_flatten(args))[-1]
+        return self._use(exchange, place, fn, *pytree.tree_flatten(args))[1]
 
     def _use(
         self, exchange: Exchange, place: str, fn: Callable[..., Any], values: list[Tensor], form: pytree.TreeSpec
-    ) -> tuple[Hashable, str, Took]:
-        """The kind of a part of a task, its name, and what it takes of one client.
+    ) -> tuple[str, Took]:
+        """The name of a part of a task, by its shapes, and what it takes of one client.
 
-        That is measured once, by running the first client of the stack alone: a stack of convolutions is a grouped
-        one, and holds more than its clients would.
+        That is measured once, by running the first client of the stack alone: a stack holds more than its clients
+        would, and a trace leaves out what is computed for nothing.
         """
         key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
-        if key not in self.names:
+        if (names := self.names.get(key)) is None:
             one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
-            self.names[key] = (_digest(key), _digest(one))
-        name, kind = self.names[key]
+            self.names[key] = names = (_digest(key), _digest(one))
+        name, kind = names
         if kind not in self.measured:
             alone = [value[:1] for value in values]
             with Meter() as meter:
                 single(fn)(*pytree.tree_unflatten(alone, form))
             self.measured[kind] = (meter.flops, nbytes(alone) + meter.peak_bytes)
         flops, peak_bytes = self.measured[kind]
-        return key, name, Took(flops=flops, peak_bytes=peak_bytes)
+        return name, Took(flops=flops, peak_bytes=peak_bytes)
 
     def _step(self, exchange: Exchange, place: str, carry: Any, batch: Any, lift: Lift) -> tuple[Any, Took]:
         """One step of a stack, and what each client spent on it.
@@ -283,20 +283,20 @@ class Clients:
             leaves, after = pytree.tree_flatten(stepped)
             return leaves
 
-        key, name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
+        name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
         if lift is not stacked or moving:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         self.uses[name] = self.uses.get(name, 0) + 1
         if self.uses[name] <= TRACE_FROM:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
-        if key not in self.traces:
+        if name not in self.traces:
             try:
-                self.traces[key] = (trace(flat, values), after, oracle.gradients)
+                self.traces[name] = (trace(flat, values), after, oracle.gradients)
             except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
                 log.info("phase %r is not traced: %s", exchange.phase, _first_line(error))
-                self.traces[key] = None
-        if (traced := self.traces[key]) is None:
+                self.traces[name] = None
+        if (traced := self.traces[name]) is None:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         run, after, gradients = traced
         return pytree.tree_unflatten(run(*values), after), took._replace(gradients=gradients)
