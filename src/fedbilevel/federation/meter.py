@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -28,11 +27,12 @@ class Meter(TorchDispatchMode):
         self._alive = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
         if formula := FORMULAS.get(func._overloadpacket):
-            self.flops += formula(*args, **(kwargs or {}), out_val=made)
-        given = {storage._cdata for storage in _storages((args, kwargs))}  # of views, and of what is overwritten
-        for storage in _storages(made):
+            self.flops += formula(*args, **kwargs, out_val=made)
+        given = {storage._cdata for storage in _storages((*args, *kwargs.values()))}  # of views, and of what is changed
+        for storage in _storages((made,)):
             if storage._cdata not in given:
                 self._alive += storage.nbytes()
                 weakref.finalize(storage, self._freed, storage.nbytes())
@@ -43,9 +43,13 @@ class Meter(TorchDispatchMode):
         self._alive -= size
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.layout is torch.strided]
-    return [t.untyped_storage() for t in tensors]
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                yield value.untyped_storage()
+        elif isinstance(value, (tuple, list)):
+            yield from _storages(value)
 
 
 def _convolution_backward(*args: Any, **kwargs: Any) -> int:
