@@ -59,7 +59,13 @@ def test_defaults_are_filled_in(tmp_path: Path) -> None:
     expected = {"name": "quadratic", "clients": 8, "dim_x": 5, "dim_y": 4, "condition": 10.0, "heterogeneity": 1.0}
     assert table["task"] == {**expected, "samples": 1, "noise": 0.0, "dtype": "float64"}
     assert table["algorithm"].keys() == {"name", *(f.name for f in dataclasses.fields(algorithms.SimFBO))}
-    assert table["environment"] == {"participation": 1.0, "local_steps": 1, "batch_size": "full", "min_replies": 1}
+    assert table["environment"] == {
+        "participation": 1.0,
+        "local_steps": 1,
+        "batch_size": "full",
+        "min_replies": 1,
+        "capacity": 1.0,
+    }
     assert (table["rounds"], table["seed"], table["device"], table["checkpoint_every"]) == (100, 0, "cpu", 10)
     assert table["runtime"] == {"mode": "stack", "memory": 2**31, "threads": 1}
 
@@ -252,6 +258,24 @@ def test_smoke_of_a_file_keeps_its_task(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["rounds"] == 2
     done("run", "digits", "--task", "quadratic", "--smoke", "--out", tmp_path / "other")
     assert config(tmp_path / "other")["task"]["clients"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "metric"),
+    [
+        (
+            'task = { name = "few-shot", ways = 20, shots = 5, model = "resnet12" }\ndata = "omniglot"\n'
+            "environment.batch_size = 20\nalgorithm = { name = 'rabo', lower_steps = 2 }",
+            "test_accuracy_ci95",
+        ),
+        ('task = { name = "loss-tuning", model = "resnet18" }\ndata = "cifar10"', "balanced_accuracy"),
+    ],
+    ids=["few-shot", "loss-tuning"],
+)
+def test_smoke_of_large_tasks_needs_no_data(tmp_path: Path, text: str, metric: str) -> None:
+    done("run", write(tmp_path / "a.toml", text), "--smoke", "--out", tmp_path / "run")
+    assert len(metrics(tmp_path / "run")) == 3
+    assert metric in metrics(tmp_path / "run")[-1]
 
 
 # Own tasks

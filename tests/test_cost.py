@@ -144,6 +144,26 @@ def test_every_client_pays_for_its_own_steps_batches_and_letters() -> None:
     assert 2 * (4 * K + 8) <= peaks[0] - peaks[2] <= 2 * (4 * K + 8 + 4 * 4 * C)
 
 
+def test_clients_with_submodels_pay_for_these_alone() -> None:
+    """Training an MLP of 8 or 4 hidden units: operations and bytes go with the width."""
+
+    def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy((batch[0] @ x["w"].T).relu() @ y["v"].T, batch[1])
+
+    weights, axes = {"w": torch.ones(8, K), "v": torch.ones(C, 8)}, {"w": ("hidden", None), "v": (None, "hidden")}
+    problem = fb.Problem(loss, loss, x={"w": weights["w"]}, y={"v": weights["v"]}, axes=axes)
+    environment = fb.Environment(capacity=[1.0, 0.5])
+    fed = fb.SimulatedFederation(problem, data(B, B, B, B), fb.algorithms.get("fedrolex")(), environment)
+    advanced(fed, 3)
+    gradient, numbers = 2 * B * (2 * 8 * K + 3 * C * 8), 8 * K + C * 8
+    small, large = fed.ledger.clients.groups()
+    assert (small["clients"], large["clients"]) == (2, 2)
+    for group, width in ((small, 0.5), (large, 1.0)):
+        assert group["flops"] == 3 * width * gradient
+        assert group["bytes_up"] == 3 * width * 4 * numbers
+    assert small["peak_bytes"] < large["peak_bytes"]
+
+
 def test_operations_of_the_last_smaller_batch_of_a_pass() -> None:
     method = fb.algorithms.get("fednest")(lower_steps="2 epochs", lower="sgd", inner_rounds=1)
     fed = fb.SimulatedFederation(linear_problem(), data(10, 10), method, fb.Environment(batch_size=4))

@@ -18,7 +18,7 @@ from fedbilevel.federation import SimulatedFederation
 from fedbilevel.federation.clients import single, stacked
 from fedbilevel.hypergradient import line_search
 from fedbilevel.linear import CG, MatVec
-from fedbilevel.oracle import Oracle
+from fedbilevel.oracle import AnyBatch, Oracle
 from fedbilevel.problem import Batch, ClientData, Problem
 from fedbilevel.solve import Losses
 from fedbilevel.soundness import random_unit
@@ -38,10 +38,10 @@ class Sample(Oracle):
         losses = Losses(fed, CLIENTS, SAMPLES)
         self.client, self.groups, self.ridge = losses.oracle, losses.groups, 0.0
 
-    def upper(self, x: Tree, y: Tree, batch: Batch = POOLED) -> Tensor:
+    def upper(self, x: Tree, y: Tree, batch: AnyBatch = POOLED) -> Tensor:
         return self._mean(lambda b: self.client.upper(x, y, b))
 
-    def lower(self, x: Tree, y: Tree, batch: Batch = POOLED) -> Tensor:
+    def lower(self, x: Tree, y: Tree, batch: AnyBatch = POOLED) -> Tensor:
         way = y - self.problem.start[1]
         return self._mean(lambda b: self.client.lower(x, y, b)) + 0.5 * self.ridge * dot(way, way)
 

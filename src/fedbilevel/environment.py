@@ -24,6 +24,8 @@ class Environment:
     delay: how long a task takes in virtual seconds, whatever its steps (`fedbilevel.delays`); None is no time.
     stragglers: clients that take longer. deadline: an `ask` waits no longer, and later replies are lost. faults: what
     goes wrong.
+    capacity: how wide a submodel a client can hold, as a ratio in (0, 1]; a list is dealt to the clients in turn.
+    capacity_y: the same for what is in y alone, where it differs.
     """
 
     participation: int | float = 1.0
@@ -34,6 +36,8 @@ class Environment:
     stragglers: Stragglers | None = None
     deadline: float | None = None
     faults: Faults | None = None
+    capacity: float | list[float] = 1.0
+    capacity_y: float | list[float] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.participation, float):
@@ -62,6 +66,12 @@ class Environment:
             raise ValueError(f"faults.leave is {self.faults.leave} but delay is None; without delays no time passes")
         if self.deadline is not None:
             checks.positive("deadline", self.deadline)
+        for name in ("capacity", "capacity_y"):
+            value = getattr(self, name)
+            if value == []:
+                raise ValueError(f"{name} is an empty list; it must hold ratios in (0, 1]")
+            for ratio in value if isinstance(value, list) else [] if value is None else [value]:
+                checks.fraction(name, ratio)
 
     def check(self, clients: int) -> None:
         """What can only be known with the clients at hand."""
@@ -84,6 +94,16 @@ class Environment:
             return self.participation
         return max(1, round(self.participation * clients))
 
+    @property
+    def submodels(self) -> bool:
+        """Whether some clients hold less than the whole model."""
+        return any(ratio < 1 for turn in (self.capacity, self.capacity_y or 1.0) for ratio in _list(turn))
+
+    def capacities(self, clients: Sequence[int]) -> list[tuple[float, float]]:
+        """The ratios of these clients, for x and for what is in y alone."""
+        both = _list(self.capacity), _list(self.capacity if self.capacity_y is None else self.capacity_y)
+        return [(both[0][client % len(both[0])], both[1][client % len(both[1])]) for client in clients]
+
     def steps(self, keys: torch.Tensor, clients: Sequence[int]) -> list[int]:
         """tau_i of these clients, one key each."""
         if isinstance(self.local_steps, list):
@@ -91,3 +111,7 @@ class Environment:
         if isinstance(self.local_steps, tuple):
             return integers(fold_in(keys, 0), *self.local_steps).tolist()
         return [self.local_steps] * len(clients)
+
+
+def _list(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]

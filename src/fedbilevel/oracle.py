@@ -6,14 +6,18 @@ gradient-equivalents to `gradients`: a gradient 1; a Hessian- or cross-vector pr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, vjp
+from torch.utils import _pytree as pytree
 
-from fedbilevel.problem import Batch, Problem
+from fedbilevel.problem import Batch, Data, Problem
 from fedbilevel.rng import fold_in
-from fedbilevel.tree import Tree, dot
+from fedbilevel.tree import Tree, dot, norm
 
 
 class Directions(NamedTuple):
@@ -24,9 +28,21 @@ class Directions(NamedTuple):
     z: Tree
 
 
-def _level(batch: Batch, level: int) -> Tensor | tuple[()]:
-    """The two losses draw from streams of their own."""
-    return fold_in(batch.rng, level) if isinstance(batch.rng, Tensor) else ()
+class Features(Batch):
+    """A batch whose data are embedded."""
+
+
+class Embedded(NamedTuple):
+    """A batch at one x: `build` makes it of its features, `pull` takes derivatives in those back to x."""
+
+    raw: Batch
+    features: list[Tensor]
+    build: Callable[[list[Tensor]], Features]
+    pull: Callable[[list[Tensor]], tuple[Tree]]
+
+
+AnyBatch = Batch | Embedded
+Loss = Callable[[Tree, Tree, Any], Tensor]
 
 
 class Oracle:
@@ -34,13 +50,51 @@ class Oracle:
         self.problem = problem
         self.gradients = 0
 
-    def upper(self, x: Tree, y: Tree, batch: Batch) -> Tensor:
+    def upper(self, x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
         """f(x, y)."""
-        return self.problem.upper(x, y, batch.val, _level(batch, 1))
+        whole = batch.build(batch.features) if isinstance(batch, Embedded) else batch
+        return self.problem.upper(x, y, self._data(x, whole, 1), self._key(whole, 1))
 
-    def lower(self, x: Tree, y: Tree, batch: Batch) -> Tensor:
+    def lower(self, x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
         """g(x, y)."""
-        return self.problem.lower(x, y, batch.train, _level(batch, 0))
+        whole = batch.build(batch.features) if isinstance(batch, Embedded) else batch
+        return self.problem.lower(x, y, self._data(x, whole, 0), self._key(whole, 0))
+
+    def embed(self, x: Tree, batch: Batch) -> AnyBatch:
+        """The batch with what depends on x alone evaluated, to be given to the derivatives below in its place.
+
+        They have the same values but do not run the backbone again; one in x goes through it once, backwards.
+        """
+        if self.problem.embed is None:
+            return batch
+        form: Any = None
+        floating: list[bool] = []  # labels have no derivatives
+
+        def features(x: Tree) -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal form, floating
+            leaves, form = pytree.tree_flatten((self._data(x, batch, 0), self._data(x, batch, 1), batch.rng))
+            floating = [leaf.is_floating_point() for leaf in leaves]
+            return list(itertools.compress(leaves, floating)), [t for t in leaves if not t.is_floating_point()]
+
+        def build(features: list[Tensor]) -> Features:
+            some, rest = iter(features), iter(others)
+            return Features(*pytree.tree_unflatten([next(some if f else rest) for f in floating], form))
+
+        found, pull, others = vjp(features, x, has_aux=True)  # type: ignore[misc]  # typed without aux
+        return Embedded(batch, found, build, pull)
+
+    def _data(self, x: Tree, batch: Batch, level: int) -> Data:
+        """What a loss is given of its side of a batch."""
+        data = (batch.train, batch.val)[level]
+        if self.problem.embed is None or isinstance(batch, Features) or not data:
+            return data
+        return self.problem.embed(x, data, self._key(batch, level))
+
+    def _key(self, batch: Batch, level: int) -> Tensor | tuple[()]:
+        """The two losses draw from streams of their own, those of an episode from the same."""
+        if not isinstance(batch.rng, Tensor) or self.problem.lower_level == "private":
+            return batch.rng
+        return fold_in(batch.rng, level)
 
     def project_x(self, x: Tree) -> Tree:
         return self.problem.project(x)
@@ -62,37 +116,37 @@ class Oracle:
         d_z = damping * z - minus_d_z if damping else -minus_d_z
         return Directions(d_x, d_y, d_z)
 
-    def lower_gradient_y(self, x: Tree, y: Tree, batch: Batch) -> Tree:
+    def lower_gradient_y(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """grad_y g."""
         self.gradients += 1
         return grad(self.lower, argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
-    def lower_gradients(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tree, Tree]:
+    def lower_gradients(self, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """grad_x g and grad_y g."""
         self.gradients += 1
-        return grad(self.lower, argnums=(0, 1))(x, y, batch)  # type: ignore[no-any-return]
+        return self._both(self.lower, x, y, batch)
 
-    def upper_gradients(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tree, Tree]:
+    def upper_gradients(self, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """grad_x f and grad_y f."""
         self.gradients += 1
-        return grad(self.upper, argnums=(0, 1))(x, y, batch)  # type: ignore[no-any-return]
+        return self._both(self.upper, x, y, batch)
 
-    def upper_gradient_x(self, x: Tree, y: Tree, batch: Batch) -> Tree:
+    def upper_gradient_x(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """grad_x f."""
         self.gradients += 1
-        return grad(self.upper, argnums=0)(x, y, batch)  # type: ignore[no-any-return]
+        return self._by_x(self.upper, x, y, batch)
 
-    def upper_gradient_y(self, x: Tree, y: Tree, batch: Batch) -> Tree:
+    def upper_gradient_y(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """grad_y f."""
         self.gradients += 1
         return grad(self.upper, argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
-    def hessian_product(self, x: Tree, y: Tree, v: Tree, batch: Batch) -> Tree:
+    def hessian_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> Tree:
         """d2yy g v."""
         self.gradients += 2
-        return grad(self._slope, argnums=1)(x, y, v, batch)  # type: ignore[no-any-return]
+        return grad(self._slope(v), argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
-    def lower_gradient_and_product(self, x: Tree, y: Tree, v: Tree, batch: Batch) -> tuple[Tree, Tree]:
+    def lower_gradient_and_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """grad_y g and d2yy g v from one pass."""
         self.gradients += 2
 
@@ -103,16 +157,55 @@ class Oracle:
         product, g_y = grad(slope, has_aux=True)(y)
         return g_y, product
 
-    def cross_product(self, x: Tree, y: Tree, v: Tree, batch: Batch) -> Tree:
+    def cross_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> Tree:
         """d2xy g v: a vector like x."""
         self.gradients += 2
-        return grad(self._slope, argnums=0)(x, y, v, batch)  # type: ignore[no-any-return]
+        return self._by_x(self._slope(v), x, y, batch)
 
-    def products(self, x: Tree, y: Tree, v: Tree, batch: Batch) -> tuple[Tree, Tree]:
+    def products(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """d2xy g v and d2yy g v from one pass."""
         self.gradients += 2
-        return grad(self._slope, argnums=(0, 1))(x, y, v, batch)  # type: ignore[no-any-return]
+        return self._both(self._slope(v), x, y, batch)
 
-    def _slope(self, x: Tree, y: Tree, v: Tree, batch: Batch) -> Tensor:
+    def hypergradient(self, x: Tree, y: Tree, p: Tree, batch: AnyBatch) -> Tree:
+        """grad_x f - d2xy g p."""
+        self.gradients += 3
+        slope = self._slope(p)
+        return self._by_x(lambda x, y, batch: self.upper(x, y, batch) - slope(x, y, batch), x, y, batch)
+
+    def difference_hypergradient(self, x: Tree, y: Tree, p: Tree, batch: AnyBatch, width: float) -> Tree:
+        """The same without second derivatives: the gradient in x of f(y) - (g(y + h p) - g(y - h p)) / 2h.
+
+        h = width / ||p||; the error is of the order of width^2.
+        """
+        self.gradients += 3
+        h = width / norm(p).clamp(min=torch.finfo(next(iter(p.values())).dtype).tiny)
+
+        def surrogate(x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
+            rise = self.lower(x, y + p * h, batch) - self.lower(x, y - p * h, batch)
+            return self.upper(x, y, batch) - rise / (2 * h)
+
+        return self._by_x(surrogate, x, y, batch)
+
+    def feature_gradient(self, loss: Callable[[Data, Data], Tensor], x: Tree, batch: Batch) -> Tree:
+        """The gradient in x of loss(embedded training data, embedded validation data), through both batches."""
+        self.gradients += 2
+        return grad(lambda x: loss(self._data(x, batch, 0), self._data(x, batch, 1)))(x)  # type: ignore[no-any-return]
+
+    def _slope(self, v: Tree) -> Loss:
         """<grad_y g, v>: its gradients are the second-order products."""
-        return dot(grad(self.lower, argnums=1)(x, y, batch), v)
+        return lambda x, y, batch: dot(grad(self.lower, argnums=1)(x, y, batch), v)
+
+    def _by_x(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
+        """The derivative of fn(x, y, batch) in x, through the features where there are any."""
+        if not isinstance(batch, Embedded):
+            return grad(fn)(x, y, batch)  # type: ignore[no-any-return]
+        return self._both(fn, x, y, batch)[0]
+
+    def _both(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
+        """Its derivatives in x and in y."""
+        if not isinstance(batch, Embedded):
+            return grad(fn, argnums=(0, 1))(x, y, batch)  # type: ignore[no-any-return]
+        build = batch.build
+        by_x, by_y, by_features = grad(lambda x, y, f: fn(x, y, build(f)), argnums=(0, 1, 2))(x, y, batch.features)
+        return by_x + batch.pull(by_features)[0], by_y

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedbilevel import checks
+from fedbilevel.submodels import units
 from fedbilevel.tree import Tree
 
 Data = tuple[Tensor, ...] | dict[str, Tensor]
@@ -81,6 +82,14 @@ class Problem:
     A loss takes (x, y, batch), or (x, y, batch, rng) if it draws random numbers, and returns the mean over the batch as
     a 0-d tensor. x and y are dicts of tensors and hold where the search starts. `project_x` maps x to the closest point
     that is allowed; it is applied to the server's x and to the clients' local copies.
+
+    lower_level: "shared", one y for all clients, or "private": every batch is an episode with its own y*(x; batch).
+    Then sample j of a client's training data and of its validation data belong together, a batch draws the same samples
+    on both sides, and both losses are given the same `rng`.
+    embed: (x, data) or (x, data, rng) -> data, what depends on x alone (a backbone's features). The losses are then
+    given embedded data, and many y can be tried at one x without running the backbone again.
+    axes: names for the dimensions of tensors, {"conv1.weight": ("c1", None, None, None)}: those of one name are cut
+    together in submodels, None is never cut (`fedbilevel.submodels`; `fedbilevel.nets.axes` finds them).
     """
 
     upper: Loss
@@ -89,6 +98,8 @@ class Problem:
     y: Mapping[str, Tensor]
     lower_level: Literal["shared", "private"] = "shared"
     project_x: Callable[[Tree], Tree] | None = None
+    embed: Callable[..., Data] | None = None
+    axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.one_of("lower_level", self.lower_level, ("shared", "private"))
@@ -96,13 +107,16 @@ class Problem:
             loss = getattr(self, name)
             if not callable(loss):
                 raise TypeError(f"{name} is {loss!r}; it must be a function of (x, y, batch) or (x, y, batch, rng)")
-            object.__setattr__(self, name, _with_rng(name, loss))
+            object.__setattr__(self, name, _with_rng(f"the {name} loss", loss, ("x", "y", "batch")))
+        if self.embed is not None:
+            object.__setattr__(self, "embed", _with_rng("embed", self.embed, ("x", "data")))
         for name in ("x", "y"):
             object.__setattr__(self, name, _variable(name, getattr(self, name)))
         for shared in self.x.keys() & self.y.keys():
             raise ValueError(f"x and y share the name {shared!r}; every tensor belongs to one level")
         if len({value.dtype for value in [*self.x.values(), *self.y.values()]}) > 1:
             raise TypeError("x and y hold tensors of several dtypes; all must have the same")
+        units(self.axes, {**self.x, **self.y})
 
     @property
     def start(self) -> tuple[Tree, Tree]:
@@ -115,13 +129,18 @@ class Problem:
     def project(self, x: Tree) -> Tree:
         return x if self.project_x is None else Tree(self.project_x(x))
 
-    def check(self, client: ClientData, device: str = "cpu") -> None:
-        """Evaluate both losses once, so that a wrong one is refused before anything runs."""
-        x, y = self.start
+    def check(self, client: ClientData, device: str = "cpu", samples: int | None = None) -> None:
+        """Evaluate both losses once, on the first `samples`, so that a wrong one is refused before anything runs."""
+        (x, y), key = self.start, torch.zeros((), dtype=torch.int64, device=device)
+        if self.lower_level == "private" and (sizes := [client.size("train"), client.size("val")])[0] != sizes[1]:
+            raise ValueError(
+                f"train holds {sizes[0]} samples and val {sizes[1]}; with a private lower level they belong together, "
+                "so both must hold as many"
+            )
         for name, loss, data in (("upper", self.upper, client.val), ("lower", self.lower, client.train)):
-            there = like(data, [tensor.to(device) for _, tensor in leaves(data)])
+            there = like(data, [tensor[:samples].to(device) for _, tensor in leaves(data)])
             before = _generators(device)
-            value = loss(x, y, there, torch.zeros((), dtype=torch.int64, device=device))
+            value = loss(x, y, self.embed(x, there, key) if self.embed else there, key)
             if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
                 got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(
@@ -141,18 +160,23 @@ def _generators(device: str) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.startswith("cuda") else [])]
 
 
-def _with_rng(name: str, loss: Loss) -> Loss:
-    """The loss as a function of (x, y, batch, rng), whichever form the user gave."""
+def _with_rng(name: str, fn: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of these arguments as one of them and rng, whichever form the user gave."""
     count = len(
         [
             p
-            for p in inspect.signature(loss).parameters.values()
+            for p in inspect.signature(fn).parameters.values()
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and (p.default is p.empty or p.name == "rng")
         ]
     )
-    if count not in (3, 4):
-        raise TypeError(f"the {name} loss takes {count} arguments; it must take (x, y, batch) or (x, y, batch, rng)")
-    return loss if count == 4 else lambda x, y, batch, rng: loss(x, y, batch)
+    if count - len(arguments) not in (0, 1):
+        plain = ", ".join(arguments)
+        raise TypeError(f"{name} takes {count} arguments; it must take ({plain}) or ({plain}, rng)")
+    if count > len(arguments):
+        return fn
+    if len(arguments) == 2:
+        return lambda x, data, rng: fn(x, data)
+    return lambda x, y, batch, rng: fn(x, y, batch)
 
 
 def _variable(name: str, value: Any) -> Tree:

@@ -41,7 +41,7 @@ class Result:
 
 
 class Losses:
-    """The upper and lower loss over the clients, weighted as the problem is.
+    """The upper and lower loss over the clients, weighted as the problem is; of episodes, at the y they start from.
 
     A federation can be too large to evaluate as a whole: at most `clients` of them, drawn once, are read, and about
     `samples` a level. Up to that size the losses are exact.
@@ -70,11 +70,13 @@ class Losses:
         ]
 
     def _batch(self, fed: SimulatedFederation, client: int, key: Tensor, share: int) -> Batch:
-        data = fed.clients[client]
-        whole: Batch = pytree.tree_map(lambda t: t.to(fed.device), Batch(data.train, data.val, key))
-        self._both(*self.start, whole)  # a loss that fails on a client's data does so here, by name
-        drawn = Batch(_some(data.train, fold_in(key, 0), share), _some(data.val, fold_in(key, 1), share), key)
-        batch: Batch = pytree.tree_map(lambda t: t.to(fed.device), drawn)
+        data, episodes = fed.clients[client], fed.problem.lower_level == "private"
+        size = fed.environment.batch_size or data.size("train") if episodes else share
+        streams = fold_in(key, 0), fold_in(key, 0 if episodes else 1)
+        drawn = Batch(_some(data.train, streams[0], size), _some(data.val, streams[1], size), key)
+        for batch in (drawn if episodes else Batch(data.train, data.val, key), drawn):
+            batch = pytree.tree_map(lambda t: t.to(fed.device), batch)
+            self._both(*self.start, batch)  # a loss that fails on a client's data does so here, by name
         return batch
 
     def _both(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:

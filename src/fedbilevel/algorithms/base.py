@@ -52,6 +52,7 @@ COMMON: Mapping[str, Callable[[str, Any], Any]] = {  # settings that mean the sa
     "inner_rounds": functools.partial(checks.integer, least=1),
     "lower": functools.partial(checks.one_of, allowed=("svrg", "sgd")),
     "truncation": functools.partial(checks.one_of, allowed=("sum", "random")),
+    "core": checks.fraction,
     "lower_steps": _local_steps,
     "upper_steps": _local_steps,
 }
@@ -62,12 +63,14 @@ class Algorithm(ABC):
     """One method. Settings are fields, checked at construction; a step size is a float or a schedule.
 
     solves: "global" (the true hypergradient), "local" (averages local hypergradients: biased on heterogeneous clients)
-    or "single" (a single-level baseline). lower_level: the kind of problem it is for.
+    or "single" (a single-level baseline). lower_levels: the kinds of problems it is for. submodels: whether clients may
+    hold parts of the model.
     """
 
     name: ClassVar[str]
     solves: ClassVar[Literal["global", "local", "single"]] = "global"
-    lower_level: ClassVar[Literal["shared", "private"]] = "shared"
+    lower_levels: ClassVar[tuple[Literal["shared", "private"], ...]] = ("shared",)
+    submodels: ClassVar[bool] = False
     phases: ClassVar[Mapping[str, type[Phase]]]
     as_coded: ClassVar[bool] = False  # for the phases of rounds.py: as FedNest's published code has them
 
@@ -93,9 +96,9 @@ class Algorithm(ABC):
         return dataclasses.replace(self, **moving) if moving else self
 
     def check(self, problem: Problem) -> None:
-        if problem.lower_level != self.lower_level:
+        if problem.lower_level not in self.lower_levels:
             raise ValueError(
-                f"{self.name} is for a {self.lower_level} lower level; this problem's is {problem.lower_level}"
+                f"{self.name} is for a {self.lower_levels[0]} lower level; this problem's is {problem.lower_level}"
             )
 
     @abstractmethod

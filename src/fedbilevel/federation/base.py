@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
-from fedbilevel.tree import Tree, is_finite
+from fedbilevel.submodels import Submodel
+from fedbilevel.tree import Tree, flatten, is_finite
 
 log = logging.getLogger("fedbilevel")
 
@@ -22,6 +24,7 @@ LARGEST = ("peak_bytes",)  # of the costs: not a sum
 GROUPS = 10  # of clients, in a summary
 
 Values = dict[str, Any]  # a reply, or a stack of replies: trees and tensors, by name
+Each = Sequence[Mapping[str, Any]] | None  # what every client is sent for itself
 
 
 class ClientError(RuntimeError):
@@ -192,14 +195,33 @@ class Federation(Protocol):
         """A choice of the server's own among 0 .. count - 1, uniform and keyed."""
         ...
 
+    def capacities(self, clients: Sequence[int]) -> list[tuple[float, float]]:
+        """The width ratios of the submodels that these clients can hold: of x, and of what is in y alone."""
+        ...
+
     def ask(
-        self, phase: str, clients: Sequence[int], *, each: Sequence[Mapping[str, Any]] | None = None, **shared: Any
+        self,
+        phase: str,
+        clients: Sequence[int],
+        *,
+        each: Each = None,
+        submodels: Sequence[Submodel | None] | None = None,
+        **shared: Any,
     ) -> Replies:
-        """Send `shared` to everyone and `each[j]` to `clients[j]`, wait for all replies."""
+        """Send `shared` to everyone and `each[j]` to `clients[j]`, wait for all replies.
+
+        With `submodels`, one a client, the trees in `shared` are cut to the client's, and so is what it replies.
+        """
         ...
 
     def post(
-        self, phase: str, clients: Sequence[int], *, each: Sequence[Mapping[str, Any]] | None = None, **shared: Any
+        self,
+        phase: str,
+        clients: Sequence[int],
+        *,
+        each: Each = None,
+        submodels: Sequence[Submodel | None] | None = None,
+        **shared: Any,
     ) -> None:
         """Send without waiting."""
         ...
@@ -217,13 +239,16 @@ class Federation(Protocol):
         ...
 
 
-def wrong(values: Mapping[str, Any], declared: Mapping[str, str], problem: Problem, *stack: int) -> str | None:
+def wrong(
+    values: Mapping[str, Any], declared: Mapping[str, str], problem: Problem, submodel: Submodel | None, *stack: int
+) -> str | None:
     """What is wrong with the form of a reply, or of a stack of replies: it must be as its phase declares."""
     if values.keys() != declared.keys():
         return f"replied with {sorted(values)}; it declares {sorted(declared)}"
     for name, kind in declared.items():
         model = torch.zeros(()) if kind == "scalar" else getattr(problem, kind)
-        if _shapes(values[name]) != {key: (*stack, *shape) for key, shape in _shapes(model).items()}:
+        shapes = _shapes(model) if submodel is None or isinstance(model, Tensor) else submodel.shapes(model)
+        if _shapes(values[name]) != {key: (*stack, *shape) for key, shape in shapes.items()}:
             return f"replied with {name!r} of another shape than {kind!r}, which it declares"
     return None
 
@@ -238,16 +263,20 @@ class Replies:
 
     `mean` applies p~_i = (n / |C|) p_i, where |C| counts accepted replies: it is for directions and displacements,
     whose expectation over cohorts it gets right, never for iterates (p~ sums to 1 only when the weights are uniform).
+    `coverage_mean` is for submodels: in every coordinate the weighted mean over those who hold it, 0 where nobody does.
     """
 
-    def __init__(self, phase: str, place: str, summed: bool) -> None:
-        self.phase, self.place, self.summed = phase, place, summed
+    def __init__(self, phase: str, place: str, role: Phase, problem: Problem) -> None:
+        self.phase, self.place, self.role, self.problem = phase, place, role, problem
         self.idle: list[int] = []  # clients whose task has ended, well or not: whom to send the next one
         self.refused: list[str] = []
         self._replies: list[Reply] = []
         self._sums: dict[str, Any] = {}
+        self._parts: list[Reply] = []  # those that come from submodels
+        self._held: dict[str, Tree] = {}  # how many of them hold a coordinate of x and of y
+        self._weights: dict[str, Tree] = {}  # and the sum of their weights
 
-    def add(self, replies: Sequence[Reply], stack: dict[str, Any]) -> None:
+    def add(self, replies: Sequence[Reply], stack: dict[str, Any], submodel: Submodel | None = None) -> None:
         """Take a stack of values (leading axis: clients), one for each of `replies`; those not finite are refused."""
         stack = {**stack, "steps": torch.tensor([reply.steps for reply in replies], dtype=torch.float64)}
         sums = _weighted_sum(replies, stack)
@@ -257,9 +286,21 @@ class Replies:
                 return
             replies, stack = [replies[j] for j in keep], pytree.tree_map(lambda t: t[keep], stack)
             sums = _weighted_sum(replies, stack)
+        if submodel:
+            like = {name: getattr(self.problem, kind) for name, kind in self.role.reply.items() if kind != "scalar"}
+            sums |= {name: submodel.spread(sums[name], whole) for name, whole in like.items()}
+            self._hold(replies, submodel)
         self._sums = pytree.tree_map(torch.add, self._sums, sums) if self._sums else sums
         for j, reply in enumerate(replies):
-            self._replies.append(reply if self.summed else reply._replace(values=row(stack, j)))
+            self._replies.append(reply if self.role.summed else reply._replace(values=row(stack, j)))
+
+    def _hold(self, replies: Sequence[Reply], submodel: Submodel) -> None:
+        for kind in set(self.role.reply.values()) - {"scalar"}:
+            whole = Tree(getattr(self.problem, kind)).map(torch.ones_like)
+            part = submodel.spread(submodel.cut(whole), whole)
+            for sums, amount in ((self._held, len(replies)), (self._weights, _weight(replies))):
+                sums[kind] = sums[kind] + part * amount if kind in sums else part * amount
+        self._parts += replies
 
     def _check(self, client: int, values: Mapping[str, Any]) -> bool:
         wrong = [name for name, value in values.items() if not is_finite(value)]
@@ -277,14 +318,43 @@ class Replies:
             raise QuorumError(f"{self.place}: no reply was accepted")
         if name not in self._sums:
             raise KeyError(f"phase {self.phase!r} replies with {', '.join(self._sums)}, not {name!r}")
+        if self._parts and self.role.reply.get(name, "scalar") != "scalar":
+            raise RuntimeError(f"{self.place}: {name!r} comes from submodels; it has a coverage_mean, no mean")
         total = pytree.tree_map(lambda t: t / len(self), self._sums[name])
         return total if isinstance(total, Tree) else float(total)
+
+    def coverage_mean(self, name: str) -> Tree:
+        """In every coordinate k, sum p_i value_i / sum p_i over those i in C that hold k; 0 where nobody does."""
+        if not self._parts:
+            return self.mean(name) * (len(self) / _weight(self._replies))  # type: ignore[no-any-return]
+        whole, parts = _weight(self._replies) - _weight(self._parts), self._weights[self.role.reply[name]]
+        return self._sums[name].map(lambda t, w: torch.where(w + whole > 0, t / (w + whole), 0.0), parts)  # type: ignore[no-any-return]
+
+    def coverage(self) -> dict[str, float]:
+        """Of x and of y, where they come from submodels."""
+        found: dict[str, float] = {}
+        for kind, tree in self._held.items():
+            found |= coverage(kind, flatten(tree) + (len(self) - len(self._parts)))
+        return found
 
     def __len__(self) -> int:
         return len(self._replies)
 
     def __iter__(self) -> Iterator[Reply]:
         return iter(sorted(self._replies, key=lambda reply: reply.place))
+
+
+def coverage(kind: str, counts: Tensor) -> dict[str, float]:
+    """The least number of clients that hold a coordinate somebody holds (C*), and the share that somebody does."""
+    held = counts[counts > 0]
+    return {
+        f"min_coverage_{kind}": float(held.min()) if len(held) else 0.0,
+        f"covered_{kind}": len(held) / len(counts),
+    }
+
+
+def _weight(replies: Sequence[Reply]) -> float:
+    return sum(reply.weight for reply in replies)
 
 
 def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, Any]:

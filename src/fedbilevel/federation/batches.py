@@ -16,7 +16,10 @@ SIDES: dict[Sides, tuple[str, ...]] = {"train": ("train",), "val": ("val",), "bo
 
 
 class Batches:
-    """Draws for clients whose batches have one shape (`shape` says which do); `size` None is the full batch."""
+    """Draws for clients whose batches have one shape (`shape` says which do); `size` None is the full batch.
+
+    paired: both sides draw the same samples.
+    """
 
     def __init__(
         self,
@@ -27,10 +30,11 @@ class Batches:
         *,
         draws: int = 1,
         epochs: bool = False,
+        paired: bool = False,
         device: str = "cpu",
     ) -> None:
         self.clients, self.keys, self.sides, self.size = clients, keys, SIDES[sides], size
-        self.draws, self.epochs, self.device = draws, epochs, device
+        self.draws, self.epochs, self.paired, self.device = draws, epochs, paired, device
         self.samples = 0  # drawn so far, by each client that is still active
         self._full: dict[str, Data] = {}
 
@@ -39,7 +43,11 @@ class Batches:
         keys = self.keys[:active]
         drawn = []
         for draw in range(self.draws):
-            parts = {side: self._side(side, fold_in(keys, j), k, draw, active) for j, side in enumerate(self.sides)}
+            streams = [0 if self.paired else j for j in range(len(self.sides))]
+            parts = {
+                side: self._side(side, fold_in(keys, stream), k, draw, active)
+                for stream, side in zip(streams, self.sides, strict=True)
+            }
             rng = fold_in(fold_in(fold_in(keys, 2), k), draw)
             drawn.append(Batch(**parts, rng=rng.to(self.device)))
         return tuple(drawn) if self.draws > 1 else drawn[0]

@@ -20,6 +20,7 @@ from fedbilevel.federation.meter import Meter
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase
 from fedbilevel.problem import ClientData, Problem
+from fedbilevel.submodels import Submodel
 from fedbilevel.trace import Flat, trace
 from fedbilevel.tree import nbytes
 
@@ -31,11 +32,19 @@ TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in th
 
 
 class Exchange:
-    """What the tasks of one `ask` or `post` have in common."""
+    """What the tasks of one `ask` or `post` have in common; those on different submodels are exchanges of their own."""
 
-    def __init__(self, phase: str, settings: Algorithm, shared: Mapping[str, Any], round_: int, iteration: int) -> None:
+    def __init__(
+        self,
+        phase: str,
+        settings: Algorithm,
+        shared: Mapping[str, Any],
+        round_: int,
+        iteration: int,
+        submodel: Submodel | None = None,
+    ) -> None:
         self.phase, self.settings, self.shared = phase, settings, shared
-        self.round, self.iteration = round_, iteration
+        self.round, self.iteration, self.submodel = round_, iteration, submodel
         self.role: Phase = settings.phases[phase](settings)
         self.form = _form(shared)
 
@@ -128,7 +137,7 @@ class Clients:
                     exchange = part.work[0].exchange
                     if exchange.role.remembers:
                         self._remember(part)
-                    if text := wrong(part.values, exchange.role.reply, self.problem, len(part.work)):
+                    if text := wrong(part.values, exchange.role.reply, self.problem, exchange.submodel, len(part.work)):
                         raise TypeError(f"phase {exchange.phase!r} {text}")
                     yield part
 
@@ -203,6 +212,7 @@ class Clients:
             *(data, keys, role.batch, self._batch_size(exchange)),
             draws=role.draws,
             epochs=isinstance(role.steps, Epochs),
+            paired=self.problem.lower_level == "private",
             device=self.device,
         )
         dtype = next(iter(self.problem.x.values())).dtype

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict
@@ -17,18 +17,19 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel import checks
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import Ledger, QuorumError, Replies, Reply, Values, join, row, wrong
+from fedbilevel.federation.base import Each, Ledger, QuorumError, Replies, Reply, Values, join, row, wrong
 from fedbilevel.federation.clients import Assignment, Clients, Exchange, Took, on_client
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, integers, root, subset
-from fedbilevel.tree import nbytes
+from fedbilevel.submodels import Submodel, units
+from fedbilevel.tree import Tree, nbytes
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
 AHEAD = 1024  # posted tasks that are evaluated together, because one of them is due
 
-Each = Sequence[Mapping[str, Any]] | None
+Submodels = Sequence[Submodel | None] | None
 Ready = tuple[Values, *tuple[int, ...]]  # a reply, and what it took
 
 
@@ -82,7 +83,13 @@ class SimulatedFederation:
         self.seed, self.device = checks.integer("seed", seed, least=0), device
         self.mode = checks.one_of("mode", mode, ("stack", "loop"))
         algorithm.check(problem)
-        on_client(0, "before round 1", lambda: problem.check(clients[0], device))
+        if self.environment.submodels and not (algorithm.submodels and problem.axes):
+            why = (
+                "this problem names no axes to cut" if algorithm.submodels else f"{algorithm.name} trains whole models"
+            )
+            raise ValueError(f"capacity is {self.environment.capacity}, but {why}; it must be 1")
+        episode = self.environment.batch_size if problem.lower_level == "private" else None
+        on_client(0, "before round 1", lambda: problem.check(clients[0], device, episode))
         self.engine = Clients(problem, clients, algorithm, self.environment, device, self.mode, memory)
         self.ledger = Ledger()
         self.cohorts = 0
@@ -123,6 +130,9 @@ class SimulatedFederation:
         self.draws += 1
         return int(integers(key, 0, count - 1))
 
+    def capacities(self, clients: Sequence[int]) -> list[tuple[float, float]]:
+        return self.environment.capacities(clients)
+
     @contextmanager
     def uncharged(self) -> Iterator[None]:
         ledger, free_at = self.ledger, self.free_at
@@ -135,14 +145,13 @@ class SimulatedFederation:
     def record(self, **values: float | Tensor) -> None:
         for name, value in values.items():
             total, count = self.recorded.get(name, (0.0, 0))
-            largest = max(total, float(value)) if count else float(value)
-            self.recorded[name] = (largest if name.startswith("max_") else total + float(value), count + 1)
+            extreme = _extreme(name)
+            so_far = extreme(total, float(value)) if extreme and count else total + float(value)
+            self.recorded[name] = (so_far, count + 1)
 
     def records(self) -> dict[str, float]:
-        """What was recorded since the last call: the largest of what is called max_..., the means of the rest."""
-        found = {
-            name: total if name.startswith("max_") else total / count for name, (total, count) in self.recorded.items()
-        }
+        """What was recorded since the last call: extremes of what is called max_... or min_..., means of the rest."""
+        found = {name: total if _extreme(name) else total / count for name, (total, count) in self.recorded.items()}
         if self.heard:
             found["participants"] = len(self.heard)
         self.recorded, self.heard = {}, set()
@@ -165,7 +174,10 @@ class SimulatedFederation:
         places = {id(exchange): place for place, exchange in enumerate(exchanges)}
         return {
             **self.mark(),
-            "exchanges": [(e.phase, dict(e.shared), e.round, e.iteration) for e in exchanges],
+            "exchanges": [
+                (e.phase, dict(e.shared), e.round, e.iteration, dict(e.submodel.kept) if e.submodel else None)
+                for e in exchanges
+            ],
             "flying": [(places[id(w.exchange)], *w[1:5], dict(w.each), w.key) for w in self.flying.values()],
             "pending": list(self.pending),
             "endings": [tuple(ending) for ending in self.endings],
@@ -176,10 +188,11 @@ class SimulatedFederation:
         def here(value: Any) -> Any:
             return pytree.tree_map(lambda t: t.to(self.device) if isinstance(t, Tensor) else t, value)
 
-        settings = {iteration: self.algorithm.at(iteration) for *_, iteration in snapshot["exchanges"]}
+        settings = {iteration: self.algorithm.at(iteration) for *_, iteration, _ in snapshot["exchanges"]}
+        axes, total = self.problem.axes, units(self.problem.axes, {**self.problem.x, **self.problem.y})
         exchanges = [
-            Exchange(phase, settings[iteration], here(shared), round_, iteration)
-            for phase, shared, round_, iteration in snapshot["exchanges"]
+            Exchange(phase, settings[iteration], here(shared), round_, iteration, kept and Submodel(axes, total, kept))
+            for phase, shared, round_, iteration, kept in snapshot["exchanges"]
         ]
         work = [
             Assignment(exchanges[exchange], number, place, client, steps, here(each), key)
@@ -197,10 +210,12 @@ class SimulatedFederation:
             }
         )
 
-    def ask(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> Replies:
-        exchange, work = self._assign(phase, clients, each, shared)
+    def ask(
+        self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
+    ) -> Replies:
+        exchange, work = self._assign(phase, clients, each, submodels, shared)
         self.ledger.phase(phase).rounds += 1
-        replies = Replies(phase, str(exchange), exchange.role.summed)
+        replies = Replies(phase, str(exchange), exchange.role, self.problem)
         endings = self._send(work, self.now + (self.environment.deadline or float("inf")))
         lost = {ending.number for ending in endings if ending.lost}
         if exchange.role.remembers:  # what was posted before comes before
@@ -218,16 +233,19 @@ class SimulatedFederation:
             raise QuorumError(
                 f"{exchange}: {len(replies)} of {len(work)} replies were accepted, at least {needed} needed{why}"
             )
+        self.record(**replies.coverage())
         return replies
 
-    def post(self, phase: str, clients: Sequence[int], *, each: Each = None, **shared: Any) -> None:
+    def post(
+        self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
+    ) -> None:
         for client, times in Counter(clients).items():
             if client in self.flying or times > 1:
                 raise RuntimeError(f"client {client} would have two tasks in flight; it can have one at a time")
         for other in itertools.islice(self.flying.values(), 1):
             if other.exchange.phase != phase:
                 raise RuntimeError(f"phase {phase!r} must wait: tasks of {other.exchange.phase!r} are in flight")
-        _, work = self._assign(phase, clients, each, shared)
+        _, work = self._assign(phase, clients, each, submodels, shared)
         endings = self._send(work, float("inf"))
         lost = {ending.number for ending in endings if ending.lost}
         self.flying |= {w.client: w for w in work}
@@ -241,7 +259,8 @@ class SimulatedFederation:
         count = self.environment.cohort(len(self)) if count is None else checks.integer("count", count, least=1)
         first = next(iter(self.flying.values())).exchange
         self.ledger.phase(first.phase).rounds += 1
-        replies = Replies(first.phase, f"phase {first.phase!r}, round {self.ledger.rounds}", first.role.summed)
+        place = f"phase {first.phase!r}, round {self.ledger.rounds}"
+        replies = Replies(first.phase, place, first.role, self.problem)
         while self.endings and len(replies) < count:
             arrived: list[Assignment] = []
             while self.endings and len(replies) + len(arrived) < count:
@@ -254,30 +273,41 @@ class SimulatedFederation:
                     arrived.append(w._replace(place=len(replies.idle) - 1))
                 elif w.exchange.role.remembers:
                     self._take([w])
-            if arrived:
-                self._accept(arrived, self._take(arrived), replies)
+            for group in _by_submodel(arrived):
+                alike = [arrived[j] for j in group]
+                self._accept(alike, self._take(alike), replies)
         self.ledger.refused_replies += len(replies.refused)
+        self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:
             self.record(staleness=sum(staleness) / len(staleness), max_staleness=max(staleness))
             self.heard |= {reply.client for reply in replies}
         return replies
 
     def _assign(
-        self, phase: str, clients: Sequence[int], each: Each, shared: Mapping[str, Any]
+        self, phase: str, clients: Sequence[int], each: Each, submodels: Submodels, shared: Mapping[str, Any]
     ) -> tuple[Exchange, list[Assignment]]:
         """Key the draws of each task and say how many steps it takes."""
         for client in clients:
             checks.integer("client", client, least=0, most=len(self) - 1)
         if each is not None and len(each) != len(clients):
             raise ValueError(f"each has {len(each)} entries; it must have one for each of {len(clients)} clients")
-        exchange = Exchange(phase, self.settings, shared, self.ledger.rounds + 1, self.ledger.iterations)
+        if submodels is not None and len(submodels) != len(clients):
+            raise ValueError(f"submodels has {len(submodels)} entries; it must have one for each of {len(clients)}")
+        now = self.ledger.rounds + 1, self.ledger.iterations
+        exchange = Exchange(phase, self.settings, shared, *now)
+        exchanges = {
+            part: Exchange(phase, self.settings, _cut(shared, part), *now, part) for part in submodels or () if part
+        }
         numbers = torch.arange(self.assignments, self.assignments + len(clients))
         self.assignments += len(clients)
         keys = fold_in(fold_in(root(self.seed, phase), numbers), torch.tensor(clients))
         taus = self.engine.steps(exchange, fold_in(keys, 0), clients)
         own = each or [{}] * len(clients)
-        parts = zip(numbers.tolist(), itertools.count(), clients, taus, own, fold_in(keys, 1).tolist(), strict=False)
-        return exchange, [Assignment(exchange, *part) for part in parts]
+        held = [exchanges[part] if part else exchange for part in submodels or [None] * len(clients)]
+        parts = zip(
+            *(held, numbers.tolist(), itertools.count(), clients, taus, own, fold_in(keys, 1).tolist()), strict=False
+        )
+        return exchange, [Assignment(*part) for part in parts]
 
     def _send(self, work: list[Assignment], latest: float) -> list[Ending]:
         """Decide when and how these tasks end; what would come after `latest` is lost."""
@@ -340,8 +370,9 @@ class SimulatedFederation:
         self.ledger.charge(replies.phase, [w.client for w in work], bytes_up=sent)
         if work and self.environment.faults and self.environment.faults.corrupt:
             work, values = self._corrupt(work, values, replies)
-        if work:
-            replies.add([self._reply(w) for w in work], values)
+        for group in _by_submodel(work):
+            alike, part = _chosen(work, values, group)
+            replies.add([self._reply(w) for w in alike], part, alike[0].exchange.submodel)
 
     def _reply(self, w: Assignment) -> Reply:
         staleness = self.ledger.iterations - w.exchange.iteration
@@ -358,7 +389,8 @@ class SimulatedFederation:
         for j, w in enumerate(work):
             if spoilt[j] and (cut[j] or not floats):
                 nonsense = pytree.tree_map(lambda t, j=j: t[j].reshape(-1)[:0], values)
-                replies.refuse(w.client, str(wrong(nonsense, w.exchange.role.reply, self.problem)))
+                why = wrong(nonsense, w.exchange.role.reply, self.problem, w.exchange.submodel)
+                replies.refuse(w.client, str(why))
                 continue
             if spoilt[j]:
                 for leaf in floats:
@@ -370,6 +402,22 @@ class SimulatedFederation:
 def _computed(work: list[Assignment], lost: set[int]) -> list[Assignment]:
     """The tasks whose result matters: of a lost one only what the client remembers does."""
     return [w for w in work if w.number not in lost or w.exchange.role.remembers]
+
+
+def _by_submodel(work: list[Assignment]) -> Iterable[list[int]]:
+    """The places of tasks on one submodel."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for j, w in enumerate(work):
+        groups[id(w.exchange.submodel)].append(j)
+    return groups.values()
+
+
+def _cut(shared: Mapping[str, Any], part: Submodel) -> dict[str, Any]:
+    return {name: part.cut(value) if isinstance(value, Tree) else value for name, value in shared.items()}
+
+
+def _extreme(name: str) -> Callable[..., float] | None:
+    return {"max": max, "min": min}.get(name.split("_")[0])
 
 
 def _chosen(work: list[Assignment], values: Values, places: list[int]) -> tuple[list[Assignment], Values]:

@@ -1,15 +1,32 @@
-"""Networks with a `backbone` (outer variable) and a `head` (inner variable), and dropout without global randomness."""
+"""Networks with a `backbone` (outer variable) and a `head` (inner variable), their layers, and what cuts them."""
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedbilevel.rng import fold_in, uniform
+from fedbilevel import checks
+from fedbilevel.nets.cutting import axes
+from fedbilevel.nets.layers import Dropout, GroupNorm, Residual, dropout, randomness
+
+__all__ = [
+    "Dropout",
+    "GroupNorm",
+    "Residual",
+    "axes",
+    "conv4",
+    "dropout",
+    "lenet",
+    "mlp",
+    "randomness",
+    "resnet12",
+    "resnet18",
+    "seeded",
+]
+
+_GROUP = 4  # channels a normalisation group, so that 64 channels cut to 1/16 are one group
 
 
 def mlp(inputs: int, hidden: int, outputs: int, seed: int = 0, dropout: float = 0.0) -> nn.Module:
@@ -47,6 +64,93 @@ def lenet(channels: int, size: int, outputs: int, seed: int = 0, head_layers: in
     return seeded(build, seed)
 
 
+def conv4(channels: int, size: int, outputs: int, seed: int = 0, hidden: int = 64) -> nn.Module:
+    """Conv-4 (Vinyals et al. 2016): four blocks of 3x3 convolution, GroupNorm, ReLU and 2x2 max pooling.
+
+    Images of size x size pixels; an image of one pixel is no longer pooled, so 8x8 pixels are pooled three times.
+    """
+    side = checks.integer("size", size, 1)
+    _check_widths("hidden", hidden)
+
+    def build() -> nn.Module:
+        layers: list[nn.Module] = []
+        for block in range(4):
+            inputs = hidden if block else channels
+            layers += [*_convolution(inputs, hidden), nn.ReLU(), _pool(side >> block)]
+        return _classifier(nn.Sequential(*layers, nn.Flatten()), nn.Linear(hidden * max(side >> 4, 1) ** 2, outputs))
+
+    return seeded(build, seed)
+
+
+def resnet12(
+    channels: int, size: int, outputs: int, seed: int = 0, widths: tuple[int, ...] = (64, 128, 256, 512)
+) -> nn.Module:
+    """ResNet-12 (Oreshkin et al. 2018): a residual block of three 3x3 convolutions for each width, with GroupNorm.
+
+    LeakyReLU(0.1); after each block 2x2 max pooling, as in `conv4`; then the mean over the image.
+    """
+    side = checks.integer("size", size, 1)
+    _check_widths("widths", *widths)
+
+    def build() -> nn.Module:
+        layers: list[nn.Module] = []
+        for block, (inputs, width) in enumerate(pairwise((channels, *widths))):
+            first, second = _convolution(inputs, width), _convolution(width, width)
+            path = nn.Sequential(*first, nn.LeakyReLU(0.1), *second, nn.LeakyReLU(0.1), *_convolution(width, width))
+            shortcut = nn.Sequential(*_convolution(inputs, width, kernel=1))
+            layers += [Residual(path, shortcut), nn.LeakyReLU(0.1), _pool(side >> block)]
+        return _classifier(nn.Sequential(*layers, *_mean()), nn.Linear(widths[-1], outputs))
+
+    return seeded(build, seed)
+
+
+def resnet18(
+    channels: int, size: int, outputs: int, seed: int = 0, widths: tuple[int, ...] = (64, 128, 256, 512)
+) -> nn.Module:
+    """ResNet-18 (He et al. 2016) in its form for small images, with GroupNorm: a 3x3 stem without pooling.
+
+    Each width is a stage of two basic blocks, from the second on with stride 2; then the mean over the image. It takes
+    images of any size; `size` is there so that all networks for images are called alike.
+    """
+    checks.integer("size", size, 1)
+    _check_widths("widths", *widths)
+
+    def block(inputs: int, width: int, stride: int) -> list[nn.Module]:
+        path = nn.Sequential(*_convolution(inputs, width, stride=stride), nn.ReLU(), *_convolution(width, width))
+        same = inputs == width and stride == 1
+        shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, width, kernel=1, stride=stride))
+        return [Residual(path, shortcut), nn.ReLU()]
+
+    def build() -> nn.Module:
+        layers = [*_convolution(channels, widths[0]), nn.ReLU(), *block(widths[0], widths[0], 1)]
+        layers += block(widths[0], widths[0], 1)
+        for inputs, width in pairwise(widths):
+            layers += [*block(inputs, width, 2), *block(width, width, 1)]
+        return _classifier(nn.Sequential(*layers, *_mean()), nn.Linear(widths[-1], outputs))
+
+    return seeded(build, seed)
+
+
+def _convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> list[nn.Module]:
+    """A convolution without bias, and its norm, which has one."""
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return [convolution, GroupNorm(outputs // _GROUP, _GROUP)]
+
+
+def _pool(side: int) -> nn.Module:
+    return nn.MaxPool2d(2) if side > 1 else nn.Identity()
+
+
+def _mean() -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+
+
+def _check_widths(name: str, *widths: int) -> None:
+    for width in widths:
+        if checks.integer(name, width, 1) % _GROUP:
+            raise ValueError(f"{name} is {width}; it must be a multiple of {_GROUP}, the channels of a group")
+
+
 def _classifier(backbone: nn.Module, head: nn.Module) -> nn.Module:
     return nn.Sequential(OrderedDict(backbone=backbone, head=head))
 
@@ -56,44 +160,3 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the accelerators too, for good
         return build()
-
-
-_keys: ContextVar[Iterator[Tensor] | None] = ContextVar("keys", default=None)
-
-
-@contextmanager
-def randomness(rng: Tensor) -> Iterator[None]:
-    """Within this context the n-th call of a `Dropout` draws with the key fold_in(rng, n)."""
-    token = _keys.set(fold_in(rng, call) for call in itertools.count())
-    try:
-        yield
-    finally:
-        _keys.reset(token)
-
-
-def dropout(h: Tensor, p: float, rng: Tensor) -> Tensor:
-    """h with each entry zeroed with probability p and the others divided by 1 - p, drawn with the key rng."""
-    _check_rate(p)
-    return h * (uniform(rng, tuple(h.shape)) >= p) / (1 - p)
-
-
-class Dropout(nn.Module):
-    """`dropout` with a key of the enclosing `randomness(rng)`; the identity in evaluation mode."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        _check_rate(p)
-        self.p = p
-
-    def forward(self, h: Tensor) -> Tensor:
-        if not self.training:
-            return h
-        keys = _keys.get()
-        if keys is None:
-            raise RuntimeError("Dropout in training mode must be called within `with fedbilevel.nets.randomness(rng):`")
-        return dropout(h, self.p, next(keys))
-
-
-def _check_rate(p: float) -> None:
-    if not 0 <= p < 1:
-        raise ValueError(f"p is {p}; it must be at least 0 and below 1")
