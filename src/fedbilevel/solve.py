@@ -105,7 +105,7 @@ def _some(data: Data, key: Tensor, count: int) -> Data:
 
 
 Amounts = Mapping[str, float]
-UNITS = ("rounds", "bytes", "samples", "gradients", "virtual_s", "wall_s")
+UNITS = ("rounds", "bytes", "samples", "gradients", "flops", "virtual_s", "wall_s")
 
 
 class Run:
@@ -147,8 +147,7 @@ class Run:
         return {
             "rounds": totals["rounds"],
             "bytes": totals["bytes_up"] + totals["bytes_down"],
-            "samples": totals["samples"],
-            "gradients": totals["gradients"],
+            **{unit: totals[unit] for unit in ("samples", "gradients", "flops")},
             "virtual_s": self.fed.ledger.virtual_s,
             "wall_s": self.fed.ledger.wall_s,
         }

@@ -52,6 +52,7 @@ class Every(Strict):
     bytes: Amount | None = None
     samples: Amount | None = None
     gradients: Amount | None = None
+    flops: Amount | None = None
     virtual_s: Amount | None = None
     wall_s: Amount | None = None
 
@@ -73,6 +74,7 @@ class Stop(Strict):
     bytes: Amount | None = None
     samples: Amount | None = None
     gradients: Amount | None = None
+    flops: Amount | None = None
     virtual_s: Amount | None = None
     wall_s: Amount | None = None
     test_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
