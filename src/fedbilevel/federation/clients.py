@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("footprints", "measured", "uses")
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
+TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
 
 
 class Exchange:
@@ -295,7 +296,8 @@ class Clients:
 
         name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
-        if lift is not stacked or moving:
+        large = self.device == "cpu" and took.flops * len(values[0]) > TRACE_BELOW
+        if lift is not stacked or moving or large:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         self.uses[name] = self.uses.get(name, 0) + 1
         if self.uses[name] <= TRACE_FROM:
