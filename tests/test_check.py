@@ -19,6 +19,12 @@ from tests.tool import QUADRATIC, call, is_refusal, write
 FOREVER = 10**12  # rounds: nothing is too flat to matter
 
 
+def test_a_private_lower_level_is_refused(tmp_path):
+    """Its losses at one y for all episodes would be measured, and are not what a run solves."""
+    file = write(tmp_path / "a.toml", 'task = "few-shot"\nenvironment.batch_size = 5\nalgorithm = "rabo"')
+    is_refusal(call("check", file), "check solves one lower level for all; this problem's is private")
+
+
 # Closed forms
 
 

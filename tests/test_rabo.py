@@ -136,6 +136,15 @@ def test_directional_differences_agree_to_their_error() -> None:
     assert errors[2] < 1e-5
 
 
+def test_the_error_of_a_difference_does_not_depend_on_the_length_of_its_direction() -> None:
+    problem, batch = network()
+    (x, y), oracle = problem.start, Oracle(problem)
+    v = y.map(lambda t: torch.linspace(-1, 2, t.numel(), dtype=t.dtype).reshape(t.shape))
+    f_x = oracle.upper_gradient_x(x, y, batch)
+    one, many = (oracle.difference_hypergradient(x, y, k * v, batch, 0.1) - f_x for k in (1.0, 1000.0))
+    assert float(norm(many - 1000.0 * one)) < 1e-9 * float(norm(many))
+
+
 @pytest.mark.parametrize("dim_x", [3, 30])
 def test_the_cost_of_a_difference_does_not_depend_on_the_size_of_x(dim_x: int) -> None:
     task = fb.tasks.load("quadratic", clients=2, dim_x=dim_x)
@@ -225,9 +234,13 @@ def test_both_sides_of_an_episode_are_drawn_together() -> None:
     assert len({tuple(batch.tolist()) for batch in batches}) == len({int(key) for key in keys}) == 3, (
         "an episode a step"
     )
-    uneven = [fb.ClientData(train=(numbers,), val=(numbers[:5],))]
-    with pytest.raises(ValueError, match="client 0, before round 1: train holds 20 samples and val 5; with a private"):
-        fb.solve(problem, uneven, "rabo", rounds=1)
+    uneven = fb.ClientData(train=(numbers,), val=(numbers[:5],))
+    for i, federated in enumerate(([uneven], [*clients, uneven])):
+        with pytest.raises(ValueError, match=f"client {i}, before round 1: train holds 20 samples and val 5; with"):
+            fb.solve(problem, federated, "rabo", rounds=1)
+    late = fb.SimulatedFederation(problem, [*clients, uneven], RABO())
+    with pytest.raises(ValueError, match="client 1, phase 'episodes', round 1: train holds 20 samples and val 5"):
+        late.ask("episodes", [1], x=problem.start[0], y=problem.start[1])
 
 
 REFUSED = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,9 +20,10 @@ import fedbilevel as fb
 from fedbilevel import nets
 from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.algorithms.rabo import RABO
+from fedbilevel.federation.base import Replies, Reply
 from fedbilevel.solve import Run
 from fedbilevel.submodels import Submodel, choose, importance, rolling, segments, static, units
-from fedbilevel.tree import Tree, dot, flatten, zeros_like
+from fedbilevel.tree import Tree, dot, flatten, norm, zeros_like
 
 AXES = {"a": ("u", None), "b": ("u",), "c": (None, "u"), "d": ("v", "u")}
 TENSORS = Tree(a=torch.rand(4, 3), b=torch.rand(8), c=torch.rand(2, 12), d=torch.rand(3, 4), e=torch.rand(5))
@@ -87,6 +90,9 @@ def test_ratios_of_x_and_of_what_is_in_y_alone() -> None:
     assert half.shapes(y) == {"v": (2, 5), "b": (2,)}
     assert isinstance(quarter, Submodel)
     assert quarter.shapes(y) == {"v": (7, 3), "b": (7,)}  # ceil(2.5)
+    (exact,) = choose({"w": ("u",)}, Tree(w=torch.rand(25)), y, static, [(0.28, 0.28)])
+    assert isinstance(exact, Submodel)
+    assert exact.shapes({"w": torch.rand(25)}) == {"w": (7,)}  # 0.28 * 25 is a little more than 7 in floating point
     again = choose(axes, x, y, static, [(0.5, 0.25), (1.0, 1.0), (0.5, 0.25)])
     assert again[0] is again[2], "clients that hold the same share one object"
 
@@ -246,6 +252,35 @@ def test_coverage_mean_weighs_the_clients_that_hold_a_coordinate() -> None:
     torch.testing.assert_close(flatten(r.coverage_mean("h")), flatten(total.map(torch.div, held)), rtol=0, atol=1e-12)
 
 
+def test_of_what_is_recorded_as_least_or_most_the_extremes_are_kept() -> None:
+    fed = federation(METHOD)
+    for value in (3.0, 1.0, 2.0):
+        fed.record(min_a=value, max_a=value, a=value)
+    assert fed.records() == {"min_a": 1.0, "max_a": 3.0, "a": 2.0}
+
+
+def test_coverage_comes_in_the_order_of_the_reply() -> None:
+    """Not in that of a set, which differs from process to process: a resumed run writes the same lines."""
+    problem, _, _ = small_net()
+    (part,) = choose(problem.axes, *problem.start, static, [(0.5, 0.5)])
+    assert part is not None
+    for declared in ({"a": "x", "b": "y"}, {"a": "y", "b": "x"}):
+        role: Any = SimpleNamespace(reply=declared, summed=True)
+        replies = Replies("phase", "a test", role, problem)
+        stack = {name: part.cut(Tree(getattr(problem, kind))).map(lambda t: t[None]) for name, kind in declared.items()}
+        replies.add([Reply(0, 0, 1, 1.0, 0, {})], stack, part)
+        assert [name[-1] for name in list(replies.coverage())[::2]] == list(declared.values())
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_a_cohort_without_weight_moves_nothing(ratio: float) -> None:
+    fed = federation(METHOD, weights=[0.0, 1.0, 1.0, 1.0, 1.0])
+    x, y = fed.problem.start
+    parts = choose(fed.problem.axes, x, y, static, [(ratio, ratio)])
+    r = fed.ask("hypergradient", [0], submodels=parts, x=x, y=y)
+    assert float(norm(r.coverage_mean("h"))) == 0.0
+
+
 class State(NamedTuple):
     x: Tree
     y: Tree
@@ -317,6 +352,12 @@ REFUSED = {
     "empty": ({"capacity": []}, r"capacity is an empty list; it must hold ratios in \(0, 1\]"),
     "of y": ({"capacity_y": -1.0}, "capacity_y is -1.0"),
 }
+
+
+def test_a_capacity_that_is_no_number_is_refused() -> None:
+    for value in (np.float32(0.5), np.array([0.5, 1.0]), (0.5, 1.0), "0.5"):
+        with pytest.raises(TypeError, match=r"capacity is .*; it must be a number"):
+            fb.Environment(capacity=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("conditions", "sentence"), REFUSED.values(), ids=REFUSED)

@@ -68,7 +68,7 @@ class Environment:
             checks.positive("deadline", self.deadline)
         for name in ("capacity", "capacity_y"):
             value = getattr(self, name)
-            if value == []:
+            if isinstance(value, list) and not value:
                 raise ValueError(f"{name} is an empty list; it must hold ratios in (0, 1]")
             for ratio in value if isinstance(value, list) else [] if value is None else [value]:
                 checks.fraction(name, ratio)

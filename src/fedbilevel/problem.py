@@ -129,14 +129,18 @@ class Problem:
     def project(self, x: Tree) -> Tree:
         return x if self.project_x is None else Tree(self.project_x(x))
 
-    def check(self, client: ClientData, device: str = "cpu", samples: int | None = None) -> None:
-        """Evaluate both losses once, on the first `samples`, so that a wrong one is refused before anything runs."""
-        (x, y), key = self.start, torch.zeros((), dtype=torch.int64, device=device)
+    def paired(self, client: ClientData) -> ClientData:
+        """A client's data; refused where its sides belong together and do not fit."""
         if self.lower_level == "private" and (sizes := [client.size("train"), client.size("val")])[0] != sizes[1]:
             raise ValueError(
                 f"train holds {sizes[0]} samples and val {sizes[1]}; with a private lower level they belong together, "
                 "so both must hold as many"
             )
+        return client
+
+    def check(self, client: ClientData, device: str = "cpu", samples: int | None = None) -> None:
+        """Evaluate both losses once, on the first `samples`, so that a wrong one is refused before anything runs."""
+        (x, y), key, client = self.start, torch.zeros((), dtype=torch.int64, device=device), self.paired(client)
         for name, loss, data in (("upper", self.upper, client.val), ("lower", self.lower, client.train)):
             there = like(data, [tensor[:samples].to(device) for _, tensor in leaves(data)])
             before = _generators(device)

@@ -70,7 +70,7 @@ class Losses:
         ]
 
     def _batch(self, fed: SimulatedFederation, client: int, key: Tensor, share: int) -> Batch:
-        data, episodes = fed.clients[client], fed.problem.lower_level == "private"
+        data, episodes = fed.problem.paired(fed.clients[client]), fed.problem.lower_level == "private"
         size = fed.environment.batch_size or data.size("train") if episodes else share
         streams = fold_in(key, 0), fold_in(key, 0 if episodes else 1)
         drawn = Batch(_some(data.train, streams[0], size), _some(data.val, streams[1], size), key)

@@ -126,7 +126,11 @@ def choose(
     upper = {axis for name in x for axis in axes.get(name, ())}
     made: dict[tuple[int, tuple[float, float]], Submodel | None] = {}
     for group, ratio in dict.fromkeys(zip(groups, ratios, strict=True)):
-        counts = {axis: math.ceil(ratio[axis not in upper] * n) for axis, n in total.items()}
+        counts = {axis: _count(ratio[axis not in upper], n) for axis, n in total.items()}
         kept = {axis: pick(axis, n, counts[axis], group).sort().values for axis, n in total.items()}
         made[group, ratio] = None if counts == total else Submodel(axes, total, kept)
     return [made[key] for key in zip(groups, ratios, strict=True)]
+
+
+def _count(ratio: float, total: int) -> int:
+    return max(1, math.ceil(ratio * total - 1e-6))  # 0.28 * 25 is 7.000000000000001

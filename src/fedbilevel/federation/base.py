@@ -295,7 +295,7 @@ class Replies:
             self._replies.append(reply if self.role.summed else reply._replace(values=row(stack, j)))
 
     def _hold(self, replies: Sequence[Reply], submodel: Submodel) -> None:
-        for kind in set(self.role.reply.values()) - {"scalar"}:
+        for kind in dict.fromkeys(kind for kind in self.role.reply.values() if kind != "scalar"):
             whole = Tree(getattr(self.problem, kind)).map(torch.ones_like)
             part = submodel.spread(submodel.cut(whole), whole)
             for sums, amount in ((self._held, len(replies)), (self._weights, _weight(replies))):
@@ -324,9 +324,10 @@ class Replies:
         return total if isinstance(total, Tree) else float(total)
 
     def coverage_mean(self, name: str) -> Tree:
-        """In every coordinate k, sum p_i value_i / sum p_i over those i in C that hold k; 0 where nobody does."""
+        """In every coordinate k, sum p_i value_i / sum p_i over those i in C that hold k; 0 where that is 0/0."""
         if not self._parts:
-            return self.mean(name) * (len(self) / _weight(self._replies))  # type: ignore[no-any-return]
+            total = _weight(self._replies)
+            return self.mean(name) * (len(self) / total if total else 0.0)  # type: ignore[no-any-return]
         whole, parts = _weight(self._replies) - _weight(self._parts), self._weights[self.role.reply[name]]
         return self._sums[name].map(lambda t, w: torch.where(w + whole > 0, t / (w + whole), 0.0), parts)  # type: ignore[no-any-return]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -143,7 +142,7 @@ class Clients:
                     yield part
 
     def _data(self, exchange: Exchange, client: int) -> ClientData:
-        found = on_client(client, exchange, functools.partial(self.data.__getitem__, client))
+        found = on_client(client, exchange, lambda: self.problem.paired(self.data[client]))
         return cast(ClientData, found)
 
     def _batch_size(self, exchange: Exchange) -> int | None:

@@ -5,10 +5,10 @@ labels the characters by their places 0 to N-1. It has a head of its own, fitted
 
 lower: cross-entropy of the head on the support + ridge/2 ||y||^2,       upper: cross-entropy on the queries
 
-A client's sample is a character with all its drawings, so that a batch of N samples is an episode. A batch of a
-multiple of N is that many episodes at one head; so are the losses that a run records: all of a client's characters, at
-the shared y. Li et al., "Distributed bilevel optimization with dual pruning for resource-limited clients", print one
-y*(x) for all episodes, which means nothing where every episode labels anew.
+A client's sample is a character with all its drawings, so that a batch of N samples is an episode. The losses that a
+run records are those of one episode a client, at the shared y. Li et al., "Distributed bilevel optimization with dual
+pruning for resource-limited clients", print one y*(x) for all episodes, which means nothing where every episode labels
+anew.
 """
 
 from __future__ import annotations
@@ -149,15 +149,15 @@ class Learner:
         """The features of a batch's support or of its queries, whichever its name asks for; rng says which is which."""
         ((side, images),) = data.items()
         count, drawings = images.shape[:2]
-        if count % self.ways:
+        if count != self.ways:
             raise ValueError(
                 f"a batch holds {count} characters; environment.batch_size must be {self.ways}, the number of ways"
             )
         numbers = torch.arange(count, device=images.device)
         order = shuffled(fold_in(rng, numbers), drawings)
         chosen = order[:, : self.shots] if side == "support" else order[:, self.shots :]
-        labels = (numbers % self.ways).repeat_interleave(chosen.shape[1])
-        return {"features": self.features(x, images[numbers[:, None], chosen].flatten(0, 1)), "labels": labels}
+        drawn = images[numbers[:, None], chosen].flatten(0, 1)
+        return {"features": self.features(x, drawn), "labels": self.places(drawn)}
 
     def upper(self, x: Tree, y: Tree, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(self.head(y, batch["features"]), batch["labels"])
