@@ -224,6 +224,20 @@ def test_private_lower_levels_have_a_solution_of_their_own(method: type[RABO]) -
     assert result.history[-1]["iteration"] == result.history[-1]["round"] == 48
 
 
+def test_the_shared_start_moves_by_the_mean_displacement_of_the_episodes() -> None:
+    task = fb.tasks.load("quadratic", clients=3, heterogeneity=1.0)
+    problem, ends = dataclasses.replace(task.problem, lower_level="private"), []
+    (x, y), lr = problem.start, 0.5
+    for client in task.clients:
+        A, B, c = (part.mean(0) for part in client.train)
+        here = y["y"]
+        for _ in range(2):
+            here = here - lr * (A @ here - B @ x["x"] - c)
+        ends.append(here)
+    result = fb.solve(problem, task.clients, RABO(**STEPS | {"lower_steps": 2}), rounds=1)
+    torch.testing.assert_close(result.y["y"], torch.stack(ends).mean(0), rtol=0, atol=1e-12)
+
+
 def test_both_sides_of_an_episode_are_drawn_together() -> None:
     """With a private lower level sample j is the same on both sides, and so is the key."""
     seen: list[tuple[Tensor, Tensor]] = []
