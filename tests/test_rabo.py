@@ -16,6 +16,7 @@ from fedbilevel.algorithms.rabo import RABO, RAFBO
 from fedbilevel.oracle import Embedded, Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, root
+from fedbilevel.solve import Losses, Run
 from fedbilevel.tree import Tree, dot, flatten, norm
 
 from .conformance.cases import neumann
@@ -32,6 +33,14 @@ def cosine(a: Tree, b: Tree) -> float:
 @pytest.mark.parametrize("method", [RABO(**STEPS, hypergradient="global"), RAFBO(**STEPS, hypergradient="global")])
 def test_the_global_hypergradient_leads_to_the_true_solution(method: RABO) -> None:
     check_converges(dataclasses.replace(method, width=1.0) if isinstance(method, RAFBO) else method, rounds=600)
+
+
+def test_z_stays_in_its_ball() -> None:
+    task = fb.tasks.load("quadratic", clients=3)
+    for radius, inside in ((1e-3, True), (1e3, False)):
+        run = Run(fb.SimulatedFederation(task.problem, task.clients, RABO(hypergradient="global", radius=radius)), {})
+        run.advance()
+        assert (float(norm(run.state.z)) < 1.001e-3) == inside
 
 
 def test_local_hypergradients_are_biased_and_global_ones_are_not() -> None:
@@ -215,6 +224,20 @@ def test_private_lower_levels_have_a_solution_of_their_own(method: type[RABO]) -
     assert result.history[-1]["iteration"] == result.history[-1]["round"] == 48
 
 
+def test_the_shared_start_moves_by_the_mean_displacement_of_the_episodes() -> None:
+    task = fb.tasks.load("quadratic", clients=3, heterogeneity=1.0)
+    problem, ends = dataclasses.replace(task.problem, lower_level="private"), []
+    (x, y), lr = problem.start, 0.5
+    for client in task.clients:
+        A, B, c = (part.mean(0) for part in client.train)
+        here = y["y"]
+        for _ in range(2):
+            here = here - lr * (A @ here - B @ x["x"] - c)
+        ends.append(here)
+    result = fb.solve(problem, task.clients, RABO(**STEPS | {"lower_steps": 2}), rounds=1)
+    torch.testing.assert_close(result.y["y"], torch.stack(ends).mean(0), rtol=0, atol=1e-12)
+
+
 def test_both_sides_of_an_episode_are_drawn_together() -> None:
     """With a private lower level sample j is the same on both sides, and so is the key."""
     seen: list[tuple[Tensor, Tensor]] = []
@@ -234,6 +257,10 @@ def test_both_sides_of_an_episode_are_drawn_together() -> None:
     assert len({tuple(batch.tolist()) for batch in batches}) == len({int(key) for key in keys}) == 3, (
         "an episode a step"
     )
+    seen.clear()
+    Losses(fed)
+    assert len(seen) > 1
+    assert len({(*batch.tolist(), int(key)) for batch, key in seen}) == 1, "what a run records is of an episode too"
     uneven = fb.ClientData(train=(numbers,), val=(numbers[:5],))
     for i, federated in enumerate(([uneven], [*clients, uneven])):
         with pytest.raises(ValueError, match=f"client {i}, before round 1: train holds 20 samples and val 5; with"):

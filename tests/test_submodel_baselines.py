@@ -158,19 +158,34 @@ def test_fiarse_by_hand() -> None:
     torch.testing.assert_close(vector(run), flatten(start + 0.7 * (w - start)), rtol=0, atol=1e-12)
 
 
+def test_oap_by_hand() -> None:
+    """One client, two local steps on full batches: gradients at the masked weights, and masked themselves."""
+    run = federation(build("oap", server_lr=0.7), 0.5, clients=1, environment={"batch_size": None})
+    x, y = start = run.fed.problem.start
+    (mask,) = run.fed.algorithm.masks(run.state, run.fed, [0])  # type: ignore[attr-defined]
+    for _ in range(2):
+        held = x.map(torch.mul, mask["x"]), y.map(torch.mul, mask["y"])
+        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(*held, run.fed.clients[0].train, ())
+        x, y = x - 0.3 * g_x.map(torch.mul, mask["x"]), y - 0.3 * g_y.map(torch.mul, mask["y"])
+    advance(run, 1)
+    for ours, moved, before in zip(run.state, (x, y), start, strict=True):
+        torch.testing.assert_close(flatten(ours), flatten(before + 0.7 * (moved - before)), rtol=0, atol=1e-12)
+
+
 def test_fiarse_divides_by_who_moved_a_weight() -> None:
-    """Capacities 1 and 1/4: of what the small client keeps, the mean of both; of the rest, the large one's alone."""
+    """Capacities 1 and 1/4, weights 1 and 3: of what the small client keeps, the mean of both; of the rest, the large
+    one's alone."""
     moves = []
     for cohort in ([0], [1], [0, 1]):
-        run = federation(build("fiarse"), [1.0, 0.25], clients=2, environment={"batch_size": None})
+        run = federation(build("fiarse"), [1.0, 0.25], clients=2, environment={"batch_size": None}, weights=[1.0, 3.0])
         run.fed.sample = lambda cohort=cohort: cohort  # type: ignore[method-assign]
         before = vector(run)
         advance(run, 1)
         moves.append(vector(run) - before)
     large, small, both = moves
-    counts = (large != 0).double() + (small != 0)
-    assert set(counts.tolist()) == {1.0, 2.0}
-    torch.testing.assert_close(both, (large + small) / counts, rtol=0, atol=1e-12)
+    counts = (large != 0).double() + 3 * (small != 0)
+    assert set(counts.tolist()) == {1.0, 4.0}
+    torch.testing.assert_close(both, (large + 3 * small) / counts, rtol=0, atol=1e-12)
     share = (counts[: len(flatten(run.state.x))] > 0).double().mean()
     assert run.fed.records()["covered_x"] == pytest.approx(float(share))
 

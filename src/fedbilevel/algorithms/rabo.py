@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, local_steps
+from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, local_steps, own_hypergradient
 from fedbilevel.algorithms.submodel import Policy, check_policy, cut
 from fedbilevel.federation.base import Federation
 from fedbilevel.linear import directional, neumann_sum
@@ -150,10 +150,7 @@ class RABO(Algorithm):
         return steps.passes if isinstance(steps, Epochs) else int(steps)
 
     def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        """grad_x f_i - d2xy g_i p_i, with p_i the Neumann sum for [d2yy g_i]^-1 grad_y f_i."""
-        v = oracle.upper_gradient_y(x, y, batch)
-        p = neumann_sum(lambda v: oracle.hessian_product(x, y, v, batch), v, self.neumann_steps, self.neumann_lr)
-        return oracle.hypergradient(x, y, p, batch)
+        return own_hypergradient(oracle, x, y, batch, self.neumann_steps, self.neumann_lr)
 
     def global_directions(self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """d_x and d_z."""

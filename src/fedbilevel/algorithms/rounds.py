@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from fedbilevel.linear import neumann_sum
-from fedbilevel.oracle import Oracle
+from fedbilevel.oracle import AnyBatch, Oracle
 from fedbilevel.phase import Epochs, Message, Phase, Steps
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, integers
@@ -197,11 +197,11 @@ def storm(new: Iterable[Tree], momenta: Iterable[Tree], old: Iterable[Tree], wei
     return [d + (1 - weight) * (m - was) for d, m, was in zip(new, momenta, old, strict=True)]
 
 
-def own_hypergradient(oracle: Oracle, x: Tree, y: Tree, batch: Batch, terms: int, lr: float) -> Tree:
+def own_hypergradient(oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, terms: int, lr: float) -> Tree:
     """grad_x f_i - d2xy g_i p_i, with p_i the client's own Neumann sum of so many terms."""
     v = oracle.upper_gradient_y(x, y, batch)
     p = neumann_sum(lambda v: oracle.hessian_product(x, y, v, batch), v, terms, lr)
-    return oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
+    return oracle.hypergradient(x, y, p, batch)
 
 
 def random_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Batch], lr: float) -> Tree:
@@ -214,7 +214,7 @@ def random_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Bat
     length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lr * J * oracle.upper_gradient_y(x, y, batch)  # type: ignore[arg-type]
     for k, fresh in enumerate(batches[1:], start=1):
         p = p - (k <= length) * (lr * oracle.hessian_product(x, y, p, fresh))
-    return oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
+    return oracle.hypergradient(x, y, p, batch)
 
 
 def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) -> tuple[Tree, Tree]:
