@@ -92,8 +92,8 @@ def test_a_comparison_killed_three_times_and_interrupted_once(tmp_path: Path) ->
     names = [f"{algorithm}/seed-{seed}" for algorithm in ("simfbo", "shrofbo") for seed in (0, 1)]
     folders = [runs / name for name in names]
     command = ["compare", file, "--algorithms", "simfbo,shrofbo", "--seeds", 2, "--jobs", 2, "--out", runs]
-    command += ["--rounds", 160]
-    # While the first members start, then when so many evaluations have been added, of 81 a member: far from the end.
+    command += ["--rounds", 80]
+    # While the first members start, then when so many evaluations have been added, of 41 a member: far from the end.
     for more, signals in [(0, signal.SIGKILL), (20, signal.SIGKILL), (20, signal.SIGKILL), (10, signal.SIGINT)]:
         wanted = lines(*folders) + more
         process = fork(*command, "--resume", "--quiet", cwd=tmp_path)
