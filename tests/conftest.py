@@ -1,6 +1,10 @@
 """One thread a process: the problems here are small, and threads that wait for each other are slower than one."""
 
-import fedbilevel  # noqa: F401, I001  (first: it says how torch's threads wait)
+import signal  # noqa: I001  (fedbilevel before torch: it says how torch's threads wait)
+
+import fedbilevel  # noqa: F401
 import torch
 
 torch.set_num_threads(1)
+# A shell starts background jobs with SIGINT ignored, and every process that tests interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
