@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad
-from torch.nn import functional as F
 
 import fedbilevel as fb
 from fedbilevel import nets
@@ -17,7 +16,9 @@ from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fiarse import slope
 from fedbilevel.algorithms.submodel import budget, maskable
 from fedbilevel.solve import Run
-from fedbilevel.tree import Tree, dot, flatten
+from fedbilevel.tree import Tree, flatten
+
+from .test_submodels import small_net
 
 STRUCTURED = ["static", "fedrolex", "oap-structured", "fiarse-structured"]
 NAMES = [*STRUCTURED, "oap", "fiarse"]
@@ -26,24 +27,10 @@ MIXED = [1.0, 0.5, 0.25]
 
 def federation(algorithm: Any, capacity: Any, kind: str = "mlp", clients: int = 5, **options: Any) -> Run:
     """A small network in float64 on random images of 8 x 8; its head is y."""
-    net = (nets.mlp(64, 8, 3, seed=1) if kind == "mlp" else nets.conv4(1, 8, 3, seed=1, hidden=8)).double()
-    apply, x, y = fb.split_module(net, lower="head.")
-
-    def upper(x: Tree, y: Tree, batch: Any) -> Tensor:
-        return F.cross_entropy(apply(x, y, batch[0]), batch[1])
-
-    def lower(x: Tree, y: Tree, batch: Any) -> Tensor:
-        return upper(x, y, batch) + 0.01 * dot(y, y)
-
-    draw = torch.Generator().manual_seed(0)
-
-    def data() -> tuple[Tensor, Tensor]:
-        return torch.randn(6, 1, 8, 8, generator=draw, dtype=torch.float64), torch.randint(3, (6,), generator=draw)
-
+    net = nets.mlp(64, 8, 3, seed=1) if kind == "mlp" else nets.conv4(1, 8, 3, seed=1, hidden=8)
     level = options.pop("lower_level", "shared")
-    problem = fb.Problem(upper=upper, lower=lower, x=x, y=y, axes=nets.axes(net), lower_level=level)
+    problem, held, _ = small_net(net, clients, ridge=0.02, lower_level=level)
     conditions = {"capacity": capacity, "batch_size": 4, "local_steps": 2, **options.pop("environment", {})}
-    held = [fb.ClientData(train=data(), val=data()) for _ in range(clients)]
     return Run(fb.SimulatedFederation(problem, held, algorithm, fb.Environment(**conditions), **options), {})
 
 

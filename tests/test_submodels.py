@@ -97,16 +97,18 @@ def test_ratios_of_x_and_of_what_is_in_y_alone() -> None:
     assert again[0] is again[2], "clients that hold the same share one object"
 
 
-def small_net(clients: int = 5, **options: Any) -> tuple[fb.Problem, list[fb.ClientData], nn.Module]:
-    """A convolutional network in float64, whose backbone is x and whose head is y, on random images."""
-    net = nets.conv4(1, 8, 3, seed=1, hidden=16).double()
+def small_net(
+    net: nn.Module | None = None, clients: int = 5, ridge: float = 0.1, **options: Any
+) -> tuple[fb.Problem, list[fb.ClientData], nn.Module]:
+    """A network in float64 (a Conv-4), whose backbone is x and whose head is y, on random images of 8 x 8."""
+    net = (net or nets.conv4(1, 8, 3, seed=1, hidden=16)).double()
     apply, x, y = fb.split_module(net, lower="head.")
 
     def upper(x: Tree, y: Tree, batch: Any) -> Tensor:
         return F.cross_entropy(apply(x, y, batch[0]), batch[1])
 
     def lower(x: Tree, y: Tree, batch: Any) -> Tensor:
-        return upper(x, y, batch) + 0.05 * dot(y, y)
+        return upper(x, y, batch) + 0.5 * ridge * dot(y, y)
 
     draw = torch.Generator().manual_seed(0)
 

@@ -17,6 +17,7 @@ from fedbilevel.algorithms.rounds import (
     LowerGradient,
     UpperGradientY,
     random_hypergradient,
+    settle,
 )
 from fedbilevel.federation.base import Federation
 from fedbilevel.oracle import Oracle
@@ -50,9 +51,8 @@ class Hypergradients(Episodes):
     settings: FedMBO
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
-        h, settled = self.settings, y
-        for _ in range(h.inner_rounds):
-            settled = settled - h.lr_y * oracle.lower_gradient_y(x, settled, batch)
+        h = self.settings
+        settled = settle(oracle, x, y, batch, h.inner_rounds, h.lr_y)
         found = random_hypergradient(oracle, x, settled, [batch] * h.neumann_steps, h.neumann_lr)
         return {"h": found, "dy": settled - y}
 

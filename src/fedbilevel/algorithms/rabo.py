@@ -1,6 +1,6 @@
 """RABO and RAFBO: clients train the submodels they can hold; RAFBO without second derivatives.
 
-Li et al., "Distributed Bilevel Optimization with Dual Pruning for Resource-limited Clients", 2025.
+Li et al., "Distributed Bilevel Optimization with Dual Pruning for Resource-limited Clients".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, local_steps, own_hypergradient
+from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, local_steps, own_hypergradient, settle
 from fedbilevel.algorithms.submodel import Policy, check_policy, cut
 from fedbilevel.federation.base import Federation
 from fedbilevel.linear import directional, neumann_sum
@@ -56,9 +56,8 @@ class Hypergradients(Episodes):
     reply: ClassVar = {"h": "x", "dy": "y"}
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
-        settled, episode = y, oracle.embed(x, batch)
-        for _ in range(self.settings.inner_steps):
-            settled = settled - self.settings.lr_y * oracle.lower_gradient_y(x, settled, episode)
+        episode = oracle.embed(x, batch)
+        settled = settle(oracle, x, y, episode, self.settings.inner_steps, self.settings.lr_y)
         return {"h": self.settings.local_hypergradient(oracle, x, settled, episode), "dy": settled - y}
 
 
@@ -205,18 +204,15 @@ class RAFBO(RABO):
     def response_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         raw = batch.raw if isinstance(batch, Embedded) else batch
 
-        def settle(x: Tree) -> Tree:
-            there, y_n = oracle.embed(x, raw), y
-            for _ in range(self.neumann_steps):
-                y_n = y_n - self.neumann_lr * oracle.lower_gradient_y(x, y_n, there)
-            return y_n
+        def response(x: Tree) -> Tree:
+            return settle(oracle, x, y, oracle.embed(x, raw), self.neumann_steps, self.neumann_lr)
 
-        (h, v), y_n = oracle.upper_gradients(x, y, batch), settle(x)
+        (h, v), y_n = oracle.upper_gradients(x, y, batch), response(x)
         for p in range(self.directions):
             key = fold_in(fold_in(raw.rng, 3), p)  # type: ignore[arg-type]
             e = unflatten(normal(key, (x.numel,), flatten(x).dtype), x)
             width = self.width / norm(e)
-            h = h + e * (dot(settle(x + e * width) - y_n, v) / (width * self.directions))
+            h = h + e * (dot(response(x + e * width) - y_n, v) / (width * self.directions))
         return h
 
     def global_directions(self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:

@@ -197,6 +197,13 @@ def storm(new: Iterable[Tree], momenta: Iterable[Tree], old: Iterable[Tree], wei
     return [d + (1 - weight) * (m - was) for d, m, was in zip(new, momenta, old, strict=True)]
 
 
+def settle(oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, steps: int, lr: float) -> Tree:
+    """y after so many gradient steps on the lower level of one batch, at one x."""
+    for _ in range(steps):
+        y = y - lr * oracle.lower_gradient_y(x, y, batch)
+    return y
+
+
 def own_hypergradient(oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, terms: int, lr: float) -> Tree:
     """grad_x f_i - d2xy g_i p_i, with p_i the client's own Neumann sum of so many terms."""
     v = oracle.upper_gradient_y(x, y, batch)
@@ -211,7 +218,8 @@ def random_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Bat
     it; each factor is on a batch of its own. All J - 1 are evaluated, because a stack of clients has one length.
     """
     batch, J = batches[0], len(batches)
-    length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lr * J * oracle.upper_gradient_y(x, y, batch)  # type: ignore[arg-type]
+    key = fold_in(fold_in(batch.rng, 3), 0)  # type: ignore[arg-type]  # twice: an episode's losses fold into it once
+    length, p = integers(key, 0, J - 1), lr * J * oracle.upper_gradient_y(x, y, batch)
     for k, fresh in enumerate(batches[1:], start=1):
         p = p - (k <= length) * (lr * oracle.hessian_product(x, y, p, fresh))
     return oracle.hypergradient(x, y, p, batch)

@@ -30,7 +30,9 @@ def cut(
 ) -> list[Submodel | None]:
     """The submodels of these clients in this iteration. "segments": client i holds the segment numbers[i mod their
     count] of every axis (`fedbilevel.submodels` tells of the others)."""
-    axes, t = fed.problem.axes, fed.ledger.iterations
+    axes, t, ratios = fed.problem.axes, fed.ledger.iterations, fed.capacities(clients)
+    if all(ratio == (1, 1) for ratio in ratios):
+        return [None] * len(ratios)
     picks: dict[str, Any] = {
         "static": lambda: static,
         "rolling": lambda: rolling(t),
@@ -39,7 +41,7 @@ def cut(
     }
     pick: Pick = picks[policy]()
     groups = [numbers[i % len(numbers)] for i in clients] if policy == "segments" else None
-    return choose(axes, x, y, pick, fed.capacities(clients), groups)
+    return choose(axes, x, y, pick, ratios, groups)
 
 
 def maskable(problem: Problem, x: Tree, y: Tree) -> Tree:
