@@ -1,9 +1,11 @@
 """Data sets: what is read is what is in the files, and files that are not what they should be are refused."""
 
 import gzip
+import io
 import os
 import struct
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,7 +60,7 @@ def write(file, content):
 
 
 def test_names():
-    assert data.names() == ["breast-cancer", "cifar10", "covertype", "digits", "mnist"]
+    assert data.names() == ["breast-cancer", "cifar10", "covertype", "digits", "mnist", "omniglot"]
 
 
 def test_unknown_name_is_refused_with_a_suggestion():
@@ -121,13 +123,18 @@ def test_where_files_are_looked_for(root, cache, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    [("mnist", "mnist/train"), ("cifar10", "cifar10/train"), ("covertype", "covtype/covtype.npz")],
+    [
+        ("mnist", "mnist/train"),
+        ("cifar10", "cifar10/train"),
+        ("covertype", "covtype/covtype.npz"),
+        ("omniglot", "omniglot/omniglot28.npz"),
+    ],
 )
 def test_missing_files_say_where_was_looked_and_what_to_do(name, file, cache, tmp_path, monkeypatch):
     monkeypatch.setattr("socket.create_connection", no_network)
     folder = file.split("/")[0]
     with pytest.raises(FileNotFoundError) as error:
-        data.load(name, tmp_path / "elsewhere")
+        (data.characters if name == "omniglot" else data.load)(name, tmp_path / "elsewhere")
     message = str(error.value)
     for part in (tmp_path / "elsewhere" / folder, cache / folder, "FEDBILEVEL_DATA", "--data-dir", file):
         assert str(part) in message
@@ -312,6 +319,109 @@ def test_other_covertype_files_are_refused(tmp_path):
     (tmp_path / "covtype" / "covtype.npz").write_bytes(b"PK, but no archive")
     with pytest.raises(ValueError, match=r"covtype.npz must be an npz file with the arrays X and y"):
         data.load("covertype", tmp_path)
+
+
+def test_digit_characters_are_whole_digits_apart_and_hands_share_no_image():
+    from sklearn.datasets import load_digits
+
+    where = {
+        tuple(image): label for image, label in zip(*map(np.ndarray.tolist, load_digits(return_X_y=True)), strict=True)
+    }
+
+    def kind(character):
+        """(digit, rotation, mirrored), and the images of scikit-learn."""
+        for turn in range(8):
+            back = (character.flip(-1) if turn >= 4 else character).rot90(-turn, (-2, -1))
+            images = [tuple(image) for image in (16 * back).flatten(1).tolist()]
+            if images[0] in where:
+                (digit,) = {where[image] for image in images}
+                return (digit, turn), set(images)
+        raise AssertionError("not of scikit-learn's digits")
+
+    digits = data.characters("digits")
+    assert (digits.train.shape, digits.test.shape) == ((112, 20, 1, 8, 8), (12, 20, 1, 8, 8))
+    tests = [kind(character) for character in digits.test]
+    assert sorted(found for found, _ in tests) == [(digit, turn) for digit in (3, 4, 7) for turn in range(4)]
+    kinds, images = zip(*map(kind, digits.train), strict=True)
+    assert sorted(kinds[:56]) == sorted(kinds[30:86]) == [(d, turn) for d in (0, 1, 2, 5, 6, 8, 9) for turn in range(8)]
+    for one, other in zip(images[:56], images[56:], strict=True):
+        assert len(one | other) == 40
+
+
+OMNIGLOT = {"A/character01": 1, "A/character02": 1, "B/character01": 0}  # characters, and which are in the background
+
+
+def write_omniglot(folder, **changes):
+    (folder / "omniglot").mkdir(parents=True, exist_ok=True)
+    images = np.random.default_rng(3).integers(0, 256, (60, 28, 28)).astype(np.uint8)
+    character = (np.arange(60) % 3).astype(np.int16)  # not sorted
+    arrays = {"images": images, "character": character, "alphabet": (character == 2).astype(np.uint8)}
+    arrays |= {"alphabet_is_background": np.array([1, 0], dtype=np.uint8), **changes}
+    np.savez(folder / "omniglot" / "omniglot28.npz", **{name: a for name, a in arrays.items() if a is not None})
+    return images
+
+
+def test_omniglot_files(tmp_path):
+    images = write_omniglot(tmp_path)
+    omniglot = data.characters("omniglot", tmp_path)
+    assert omniglot.train.shape == (2, 20, 1, 28, 28)
+    torch.testing.assert_close(omniglot.train[1, :, 0], 1 - torch.from_numpy(images[1::3]) / 255)
+    torch.testing.assert_close(omniglot.test[0, :, 0], 1 - torch.from_numpy(images[2::3]) / 255)
+    assert data.characters("omniglot", str(tmp_path)) is omniglot
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alphabet": None}, "must be an npz file with the arrays images, alphabet, character and alphabet_is_backgr"),
+        (
+            {"images": np.zeros((60, 105, 105))},
+            r"has 60 labels, which need inputs of shape \(60, 28, 28\), not \(60, 105",
+        ),
+        ({"alphabet": np.full(60, 2)}, "has the label 2 at row 0; it must be 0 to 1"),
+        ({"character": np.arange(60) % 4}, "has 15 drawings of character 0; there must be 20"),
+    ],
+)
+def test_other_omniglot_files_are_refused(tmp_path, changes, message):
+    write_omniglot(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"omniglot28.npz {message}"):
+        data.characters("omniglot", tmp_path)
+
+
+def test_downloaded_omniglot_is_averaged_stored_and_read_again(monkeypatch, cache):
+    pixels = {name: np.random.default_rng(i).random((20, 105, 105)) < 0.5 for i, name in enumerate(OMNIGLOT)}
+
+    def answer(url, timeout):
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as content:
+            for number, (name, background) in enumerate(OMNIGLOT.items()):
+                for drawer, drawing in enumerate(pixels[name] if ("background" in url) == background else []):
+                    file = io.BytesIO()
+                    Image.fromarray(drawing).save(file, "PNG")
+                    content.writestr(f"images/{name}/{number:04d}_{drawer:02d}.png", file.getvalue())
+        archive.seek(0)
+        archive.url = url
+        return archive
+
+    monkeypatch.setattr(sources, "urlopen", answer)
+    first = data.characters("omniglot")
+    assert [path.name for path in (cache / "omniglot").iterdir()] == ["omniglot28.npz"]
+    parts = zip([*first.train, *first.test], pixels.values(), strict=True)
+    for drawings, original in parts:
+        means = original.repeat(4, 1).repeat(4, 2).reshape(20, 28, 15, 28, 15).mean((2, 4))
+        assert (drawings[:, 0] - (1 - torch.from_numpy(means))).abs().max() <= 0.501 / 255
+    data._read_characters.cache_clear()
+    monkeypatch.setattr(sources, "urlopen", no_network)
+    assert torch.equal(data.characters("omniglot").test, first.test)
+
+
+@pytest.mark.skipif(not holds("omniglot"), reason="$FEDBILEVEL_DATA holds no omniglot")
+def test_real_omniglot():
+    omniglot = data.characters("omniglot", REAL)
+    assert (omniglot.train.shape, omniglot.test.shape) == ((964, 20, 1, 28, 28), (659, 20, 1, 28, 28))
+    assert 0.07 < omniglot.train.mean() < 0.09  # little ink, and it is 1
+    means = torch.cat([omniglot.train, omniglot.test]).flatten(2).mean(1)
+    assert len(means.unique(dim=0)) == 1623
 
 
 @pytest.mark.skipif(not holds("mnist"), reason="$FEDBILEVEL_DATA holds no mnist")

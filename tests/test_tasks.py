@@ -96,7 +96,9 @@ def test_hyper_representation_splits_each_client() -> None:
     task = fb.tasks.load("hyper-representation", data="digits", clients=10, validation=0.25)
     sizes = {(c.size("train"), c.size("val")) for c in task.clients}
     assert sizes <= {(107, 36), (108, 36)}
-    with pytest.raises(ValueError, match="model is 'mpl'; it must be one of 'mlp', 'cnn'; did you mean 'mlp'"):
+    with pytest.raises(
+        ValueError, match="model is 'mpl'; it must be one of 'mlp', 'cnn', 'resnet18'; did you mean 'mlp'"
+    ):
         fb.tasks.load("hyper-representation", model="mpl")
 
 

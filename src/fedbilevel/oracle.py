@@ -6,6 +6,7 @@ gradient-equivalents to `gradients`: a gradient 1; a Hessian- or cross-vector pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,18 +68,17 @@ class Oracle:
         if self.problem.embed is None:
             return batch
         form: Any = None
+        floating: list[bool] = []  # labels have no derivatives
 
-        def features(x: Tree) -> tuple[list[Tensor], list[Tensor | None]]:
-            nonlocal form
+        def features(x: Tree) -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal form, floating
             leaves, form = pytree.tree_flatten((self._data(x, batch, 0), self._data(x, batch, 1), batch.rng))
-            floating = [leaf.is_floating_point() for leaf in leaves]  # labels have no derivatives
-            return [leaf for leaf, f in zip(leaves, floating, strict=True) if f], [
-                None if f else leaf for leaf, f in zip(leaves, floating, strict=True)
-            ]
+            floating = [leaf.is_floating_point() for leaf in leaves]
+            return list(itertools.compress(leaves, floating)), [t for t in leaves if not t.is_floating_point()]
 
         def build(features: list[Tensor]) -> Features:
-            rest = iter(features)
-            return Features(*pytree.tree_unflatten([next(rest) if t is None else t for t in others], form))
+            some, rest = iter(features), iter(others)
+            return Features(*pytree.tree_unflatten([next(some if f else rest) for f in floating], form))
 
         found, pull, others = vjp(features, x, has_aux=True)  # type: ignore[misc]  # typed without aux
         return Embedded(batch, found, build, pull)

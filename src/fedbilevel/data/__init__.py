@@ -22,9 +22,21 @@ class DataSet:
     classes: int
 
 
+@dataclass(frozen=True)
+class Characters:
+    """Drawings of characters to tell apart, (characters, drawings, 1, height, width), ink 1 on 0.
+
+    No character is in both parts. A part is in an order in which neighbours belong together (in Omniglot by alphabet).
+    """
+
+    name: str
+    train: Tensor
+    test: Tensor
+
+
 def names() -> list[str]:
-    """The data sets that `load` knows."""
-    return sorted(sources.CLASSES)
+    """The data sets that `load` or `characters` know."""
+    return sorted(sources.CLASSES.keys() | sources.CHARACTERS)
 
 
 def load(name: str, data_dir: str | Path | None = None) -> DataSet:
@@ -33,14 +45,26 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     Files are looked for in `data_dir`, `$FEDBILEVEL_DATA` and the user's cache, in this order, in a folder of
     the set's own; what is in none of them is downloaded into the user's cache.
     """
-    checks.one_of("name", name, names())
+    checks.one_of("name", name, sources.CLASSES)
     return _read(name, None if name in sources.EMBEDDED else _folder(name, data_dir))
+
+
+def characters(name: str, data_dir: str | Path | None = None) -> Characters:
+    """The characters "digits" (embedded) or "omniglot", found, downloaded and shared as by `load`."""
+    checks.one_of("name", name, sources.CHARACTERS)
+    return _read_characters(name, None if name in sources.EMBEDDED_CHARACTERS else _folder(name, data_dir))
 
 
 @lru_cache
 def _read(name: str, folder: Path | None) -> DataSet:
     train, test = sources.EMBEDDED[name]() if folder is None else sources.SOURCES[name].read(folder)
     return DataSet(name, train, test, sources.CLASSES[name])
+
+
+@lru_cache
+def _read_characters(name: str, folder: Path | None) -> Characters:
+    train, test = sources.EMBEDDED_CHARACTERS[name]() if folder is None else sources.SOURCES[name].read(folder)
+    return Characters(name, train, test)
 
 
 def _folder(name: str, data_dir: str | Path | None) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ Labelled = tuple[Tensor, Tensor]
 Rows = Mapping[str, Iterable[Mapping[str, Any]]]  # Hugging Face: split -> rows, images decoded by Pillow
 
 CLASSES = {"breast-cancer": 2, "cifar10": 10, "covertype": 7, "digits": 10, "mnist": 10}
+CHARACTERS = ("digits", "omniglot")
 
 MNIST = {  # split -> (images, labels)
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
@@ -30,12 +32,15 @@ MNIST = {  # split -> (images, labels)
 CIFAR10 = {"train": "train.parquet", "test": "test.parquet"}
 COVERTYPE = "covtype.npz"
 COVERTYPE_MEASURED = 10  # columns; the other 44 are indicators of wilderness areas and soil types
+OMNIGLOT = "omniglot28.npz"
+OMNIGLOT_ZIPS = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python"
+DRAWINGS = 20  # of a character
 
 
 class Source(NamedTuple):
     folder: str
     files: tuple[str, ...]
-    read: Callable[[Path], tuple[Labelled, Labelled]]
+    read: Callable[[Path], tuple[Any, Any]]  # (training, test) data
     fetch: Callable[[], Any]
     write: Callable[[Any, Path], None]  # what was fetched, as files
 
@@ -63,13 +68,18 @@ def read_breast_cancer() -> tuple[Labelled, Labelled]:
 def read_covertype(folder: Path) -> tuple[Labelled, Labelled]:
     """Covertype (Blackard and Dean 1999) from an npz file with X (N, 54) and y (N,) in 1 to 7, here 0 to 6."""
     file = folder / COVERTYPE
-    try:
-        with np.load(file) as arrays:
-            X, y = arrays["X"], arrays["y"]
-    except (KeyError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{file} must be an npz file with the arrays X and y") from error
+    X, y = _arrays(file, "X", "y")
     _check(X, y, (54,), file, range(1, CLASSES["covertype"] + 1))
     return _table(X, y.astype(np.int64) - 1, COVERTYPE_MEASURED)
+
+
+def _arrays(file: Path, *names: str) -> list[NDArray[Any]]:
+    try:
+        with np.load(file) as arrays:
+            return [arrays[name] for name in names]
+    except (KeyError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        wanted = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise ValueError(f"{file} must be an npz file with the arrays {wanted}") from error
 
 
 def _table(features: NDArray[Any], labels: NDArray[Any], measured: int) -> tuple[Labelled, Labelled]:
@@ -133,6 +143,52 @@ def _read_cifar10_split(file: Path) -> Labelled:
     mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).reshape(2, 3, 1, 1)
     x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float().div_(255).sub_(mean).div_(std)
     return x, torch.from_numpy(labels.astype(np.int64))
+
+
+def read_digit_characters() -> tuple[Tensor, Tensor]:
+    """The digits inside scikit-learn as characters: 3, 4 and 7 in four rotations for testing, the others for training.
+
+    Those in four rotations and their mirror images, each drawn by two hands: 112 characters of 56 kinds, in an order in
+    which any 56 in a row are of different kinds. The hands of a kind share no image. Upside down a 6 is a 9, and a 0 or
+    an 8 is itself: 3, 4 and 7 are the digits that rotations tell apart best.
+    """
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    drawings = torch.from_numpy(images / 16).float().reshape(-1, 1, 8, 8)
+
+    def characters(digits: Iterable[int], hands: int, turns: int) -> Tensor:
+        found = []
+        for hand in range(hands):
+            for turn in range(turns):  # by 90 degrees; from the fourth on mirrored
+                first = (4 * hand + turn) % 8 * DRAWINGS
+                for digit in digits:
+                    own = drawings[labels == digit][first : first + DRAWINGS].rot90(turn, (-2, -1))
+                    found.append(own.flip(-1) if turn >= 4 else own)
+        return torch.stack(found)
+
+    return characters((0, 1, 2, 5, 6, 8, 9), hands=2, turns=8), characters((3, 4, 7), hands=1, turns=4)
+
+
+def read_omniglot(folder: Path) -> tuple[Tensor, Tensor]:
+    """Omniglot (Lake et al. 2015), 28x28 with ink 1 on 0: the 964 characters of the 30 background alphabets and the 659
+    of the 20 evaluation alphabets, sorted by alphabet.
+
+    From an npz file with images (N, 28, 28), ink 0 on 255; the number of each one's alphabet and character; and which
+    alphabets are the background.
+    """
+    file = folder / OMNIGLOT
+    images, alphabet, character, background = _arrays(file, "images", "alphabet", "character", "alphabet_is_background")
+    _check(images, character, (28, 28), file, range(1623))
+    _check(images, alphabet, (28, 28), file, range(len(background)))
+    numbers, counts = np.unique(character, return_counts=True)
+    for number, count in zip(numbers, counts, strict=True):
+        if count != DRAWINGS:
+            raise ValueError(f"{file} has {count} drawings of character {number}; there must be {DRAWINGS}")
+    order = np.argsort(character, kind="stable")
+    drawings = 1 - torch.from_numpy(images[order]).float().div_(255).reshape(-1, DRAWINGS, 1, 28, 28)
+    seen = torch.from_numpy(background[alphabet[order[::DRAWINGS]]] == 1)
+    return drawings[seen], drawings[~seen]
 
 
 def read_idx(file: Path, axes: int) -> NDArray[np.uint8]:
@@ -218,7 +274,45 @@ def _write_covertype(arrays: tuple[NDArray[Any], NDArray[Any]], folder: Path) ->
     np.savez_compressed(folder / COVERTYPE, X=X.astype(np.int16), y=y.astype(np.uint8))
 
 
+def _fetch_omniglot() -> list[zipfile.ZipFile]:
+    archives = []
+    for name in ("images_background", "images_evaluation"):
+        with urlopen(f"{OMNIGLOT_ZIPS}/{name}.zip", timeout=60) as answer:
+            content = answer.read()
+        try:
+            archives.append(zipfile.ZipFile(io.BytesIO(content)))
+        except zipfile.BadZipFile as error:
+            raise OSError(f"what came from {answer.url} is not a zip file") from error
+    return archives
+
+
+def _write_omniglot(archives: list[zipfile.ZipFile], folder: Path) -> None:
+    """Every 105x105 image as the exact area average of 28x28: each pixel repeated 4x4, then means of 15x15."""
+    from PIL import Image
+
+    average = np.eye(28).repeat(15, 1) @ np.eye(105).repeat(4, 0) / 15
+    drawings = []  # (alphabet, character, file, whether background, pixels)
+    for archive, background in zip(archives, (1, 0), strict=True):
+        for path in archive.namelist():
+            if path.endswith(".png"):
+                ink = np.asarray(Image.open(io.BytesIO(archive.read(path))).convert("L"), dtype=float)
+                pixels = np.rint(average @ ink @ average.T).astype(np.uint8)
+                drawings.append((*path.split("/")[-3:], background, pixels))
+    drawings.sort(key=lambda drawing: drawing[:3])
+    names, alphabet = np.unique([drawing[0] for drawing in drawings], return_inverse=True)
+    character = np.unique([drawing[0] + "/" + drawing[1] for drawing in drawings], return_inverse=True)[1]
+    flags = {drawing[0]: drawing[3] for drawing in drawings}
+    np.savez_compressed(
+        folder / OMNIGLOT,
+        images=np.stack([drawing[4] for drawing in drawings]),
+        alphabet=alphabet.astype(np.uint8),
+        character=character.astype(np.int16),
+        alphabet_is_background=np.array([flags[name] for name in names], dtype=np.uint8),
+    )
+
+
 EMBEDDED = {"breast-cancer": read_breast_cancer, "digits": read_digits}
+EMBEDDED_CHARACTERS = {"digits": read_digit_characters}
 SOURCES = {
     "mnist": Source(
         "mnist", (*MNIST["train"], *MNIST["test"]), read_mnist, partial(_from_hub, "ylecun/mnist"), _write_mnist
@@ -227,4 +321,5 @@ SOURCES = {
         "cifar10", tuple(CIFAR10.values()), read_cifar10, partial(_from_hub, "uoft-cs/cifar10"), _write_cifar10
     ),
     "covertype": Source("covtype", (COVERTYPE,), read_covertype, _fetch_covertype, _write_covertype),
+    "omniglot": Source("omniglot", (OMNIGLOT,), read_omniglot, _fetch_omniglot, _write_omniglot),
 }

@@ -32,6 +32,8 @@ SMOKE: dict[str, Table] = {  # what makes a task small, by its name
     "hyper-cleaning": {"data": "digits", "clients": 2, "samples": 32},
     "regularization": {"data": "breast-cancer", "clients": 2, "samples": 32},
     "quadratic": {"clients": 2},
+    "few-shot": {"data": "digits", "clients": 2, "ways": 2, "model": "conv4", "hidden": 8, "episodes": 10},
+    "loss-tuning": {"data": "digits", "clients": 2, "samples": 32, "model": "mlp"},
 }
 
 
@@ -407,6 +409,8 @@ def _smoke(table: Table) -> Table:
     conditions = {**table["environment"], "participation": 1.0, "min_replies": 1}
     if isinstance(conditions.get("local_steps"), dict):
         conditions["local_steps"] = 1
+    if "ways" in small:  # a batch is an episode
+        conditions["batch_size"] = small["ways"]
     if isinstance(conditions.get("stragglers"), dict):
         conditions["stragglers"] = {**conditions["stragglers"], "clients": 1}
     return {

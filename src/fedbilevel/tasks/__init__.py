@@ -26,6 +26,8 @@ _names = {
     "hyper-representation": "hyper_representation",
     "hyper-cleaning": "hyper_cleaning",
     "regularization": "regularization",
+    "few-shot": "few_shot",
+    "loss-tuning": "loss_tuning",
 }
 
 

@@ -37,19 +37,20 @@ def hyper_representation(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Task:
-    """data: digits, mnist, cifar10. partition: iid, shards, dirichlet (with `alpha`). model: mlp or cnn (LeNet-5).
+    """data: digits, mnist, cifar10. partition: iid, shards, dirichlet (with `alpha`). model: mlp, cnn, resnet18.
 
     `validation` is the share of each client's samples on the upper level: .25 of 600 is the 450/150 of SimFBO and
-    ASFBO. `head_layers`: how many of the cnn's fully connected layers are the lower level. `samples` and `test_samples`
-    keep only the first so many. FedNest's published code has validation .5 for iid and .2 for shards, dropout .5 (mlp
-    only) and, in place of the ridge, norm_penalty .1: norm_penalty/2 times the sum of the head tensors' norms.
+    ASFBO. `head_layers`: how many fully connected layers of the cnn (LeNet-5) are the lower level. `samples` and
+    `test_samples` keep only the first so many. FedNest's published code has validation .5 for iid and .2 for shards,
+    dropout .5 (mlp only) and, in place of the ridge, norm_penalty .1: norm_penalty/2 times the sum of the head tensors'
+    norms.
     """
     checks.non_negative("ridge", ridge)
     checks.non_negative("norm_penalty", norm_penalty)
     dealt = deal(
         data, data_dir, partition, alpha, clients, validation, samples=samples, test_samples=test_samples, seed=seed
     )
-    net = _model(model, tuple(dealt.inputs.shape[1:]), hidden, dealt.classes, seed, head_layers, dropout)
+    net = dealt.network(model, hidden, seed, head_layers, dropout)
     apply, x, y = split_module(net, lower="head.")
     predict = split_module(deepcopy(net).eval(), lower="head.").apply
 
@@ -70,17 +71,3 @@ def hyper_representation(
         return dealt.accuracies(predict, x, y)
 
     return Task(Problem(upper=upper, lower=lower, x=x, y=y), dealt.clients(), evaluate)
-
-
-def _model(
-    name: str, shape: tuple[int, ...], hidden: int, classes: int, seed: int, head_layers: int, dropout: float
-) -> torch.nn.Module:
-    if checks.one_of("model", name, ("mlp", "cnn")) == "mlp":
-        if head_layers != 1:
-            raise ValueError(f"head_layers is {head_layers}; with model 'mlp' it must be 1")
-        return nets.mlp(int(torch.Size(shape).numel()), hidden, classes, seed, dropout)
-    if dropout:
-        raise ValueError(f"dropout is {dropout}; it is for model 'mlp'")
-    if len(shape) != 3:
-        raise ValueError("model is 'cnn', which needs images; for other data it must be 'mlp'")
-    return nets.lenet(shape[0], shape[1], classes, seed, head_layers)
