@@ -215,11 +215,11 @@ def check(
     from fedbilevel.cli.check import as_json, show
     from fedbilevel.diagnosis import diagnose
     from fedbilevel.runs import config as configs
-    from fedbilevel.runs.runner import prepare
+    from fedbilevel.runs.runner import load, simulation
 
     place, table = configs.read(experiment)
     config = configs.resolve(place, table, settings=set_, overrides=_overrides(task=task, data=data, seed=seed))
-    found = diagnose(prepare(config, data_dir).fed, max(1, config.experiment.rounds))
+    found = diagnose(simulation(config, load(config, data_dir)), max(1, config.experiment.rounds))
     if json_:
         print(as_json(found))
     else:
