@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy, deepcopy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -92,6 +92,9 @@ class Runtime(ABC):
     def collect(self, count: int | None = None) -> Replies: ...
 
     @abstractmethod
+    def uncharged(self) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:
         """The upper and lower loss over the clients; it costs nothing."""
 
@@ -117,15 +120,6 @@ class Runtime(ABC):
 
     def capacities(self, clients: Sequence[int]) -> list[tuple[float, float]]:
         return self.environment.capacities(clients)
-
-    @contextmanager
-    def uncharged(self) -> Iterator[None]:
-        ledger = self.ledger
-        self.ledger = deepcopy(ledger)
-        try:
-            yield
-        finally:
-            self.ledger = ledger
 
     def record(self, **values: float | Tensor) -> None:
         for name, value in values.items():

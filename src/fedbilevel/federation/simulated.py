@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -106,13 +107,12 @@ class SimulatedFederation(Runtime):
 
     @contextmanager
     def uncharged(self) -> Iterator[None]:
-        free_at = self.free_at
-        self.free_at = dict(free_at)
+        ledger, free_at = self.ledger, self.free_at
+        self.ledger, self.free_at = deepcopy(ledger), dict(free_at)
         try:
-            with super().uncharged():
-                yield
+            yield
         finally:
-            self.free_at = free_at
+            self.ledger, self.free_at = ledger, free_at
 
     def mark(self) -> dict[str, Any]:
         return {**super().mark(), **self.engine.snapshot()}
