@@ -160,18 +160,16 @@ def _first(value: Any) -> Any:
     return value.map(lambda t: t[0]) if isinstance(value, Tree) else value[0]
 
 
-_workers: dict[str, Worker] = {}  # the last one: a node serves one run at a time
+_workers: dict[int, tuple[str, Worker]] = {}  # of every client in this process, the one for the last run
 
 
 def worker(context: Context, message: dict[str, Any]) -> Worker:
     """The worker for a message, made once where the process lives on."""
     node, job, table = Node.of(context.node_config), message["job"], message["table"]
     key = json.dumps([repr(node), job, table], sort_keys=True)
-    if key not in _workers:
-        made = Worker(node, job, table)
-        _workers.clear()
-        _workers[key] = made
-    return _workers[key]
+    if _workers.get(node.partition, ("",))[0] != key:
+        _workers[node.partition] = key, Worker(node, job, table)
+    return _workers[node.partition][1]
 
 
 def _answer(message: Message, context: Context, kind: str) -> Message:

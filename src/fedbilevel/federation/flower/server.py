@@ -38,7 +38,7 @@ from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel
 from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
 from fedbilevel.runs import config as configs
-from fedbilevel.runs.record import Recorder, without_none
+from fedbilevel.runs.record import Recorder
 from fedbilevel.runs.record import replace as replace_file
 from fedbilevel.runs.runner import load, run_of
 from fedbilevel.tree import Tree, flatten, nbytes, norm
@@ -47,7 +47,7 @@ LOG = "server.log"  # in the run's folder: who came and went, what was refused
 
 app = ServerApp()
 
-POLL_S = 0.01  # between looks for replies
+POLL_S = 0.02  # between looks for replies
 NODES_S = 0.5  # between looks for nodes
 GONE = (4, 5, 8)  # Flower's codes for a node or its process that died with a task: it can be sent again
 EXPIRED, UNREADABLE = 3, -1
@@ -483,7 +483,7 @@ def _run(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
     experiment, clients = config.experiment, int(job["clients"]) or len(task.clients)
     fed = FlowerFederation(
         *(grid, task.problem.to(experiment.device), clients, config.algorithm, config.environment),
-        *(without_none(config.table), config.conduct),
+        *(config.table, config.conduct),
         weights=experiment.weights,
         seed=experiment.seed,
         device=experiment.device,

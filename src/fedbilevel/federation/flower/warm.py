@@ -48,7 +48,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from fedbilevel.federation.base import log
 
 FLWR_VERSION = "1.41.0"
-POLL_S = 0.02
+POLL_S = 0.1  # every look costs the SuperLink a few milliseconds
 RAISED = 2  # Flower's code for an app that raised
 UPLOAD_S = 60.0  # a reply whose parts have not come by then is given up
 RETRY_S = 2.0

@@ -24,7 +24,6 @@ DTYPES = {
     for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-DEEPEST = 50  # nested values in a header
 
 
 class WireError(ValueError):
@@ -68,8 +67,6 @@ def _decode(content: RecordDict) -> dict[str, Any]:
     header = json.loads(text)
     if header["version"] != VERSION:
         raise WireError(f"the message has version {header['version']!r:.20}; this side speaks {VERSION}")
-    if _depth(header["values"]) > DEEPEST:
-        raise WireError("the header is nested too deeply")
     arrays: dict[str, Tensor] = {}
     for name, array in content["tensors"].items():
         if name not in DTYPES:
@@ -104,8 +101,3 @@ def _tensor(name: str, array: Any) -> Tensor:
         raise WireError(f"the array of {name} holds {values.dtype} in {values.ndim} dimensions")
     tensor = torch.from_numpy(values.copy())
     return tensor.view(torch.bfloat16) if name == "bfloat16" else tensor
-
-
-def _depth(value: Any) -> int:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, items), default=0)
