@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,8 @@ from fedbilevel.federation.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 START_S = 60.0
 CONNECTION = "fedbilevel"
-APP: dict[str, Any] = tomllib.loads("""
+SERVER_APP = "fedbilevel.federation.flower.server:app"
+APP = f"""
 [project]
 name = "fedbilevel-app"
 version = "1.0.0"
@@ -43,7 +43,7 @@ dependencies = []
 publisher = "local"
 
 [tool.flwr.app.components]
-serverapp = "fedbilevel.federation.flower.server:app"
+serverapp = "{SERVER_APP}"
 clientapp = "fedbilevel.federation.flower.client:app"
 
 [tool.flwr.app.config]
@@ -53,7 +53,7 @@ clients = 0
 resume = false
 data-dir = ""
 report = ""
-""")
+"""
 
 
 class DeploymentError(RuntimeError):
@@ -143,11 +143,11 @@ class Deployment:
             raise DeploymentError(f"`flwr {' '.join(map(str, arguments))}` failed: {said[-300:]}")
         return done.stdout
 
-    def submit(self, **job: Any) -> Path:
+    def submit(self, server: str = SERVER_APP, **job: Any) -> Path:
         """Start a run on the SuperLink; returns the file in which the server will report."""
         report = self.folder / f"report-{time.monotonic_ns()}.json"
         app = self.folder / "app"
-        write_app(app)
+        write_app(app, server)
         given = " ".join(
             f"{key.replace('_', '-')}={_toml(value)}" for key, value in {**job, "report": str(report)}.items()
         )
@@ -187,10 +187,10 @@ def node_command(
     return [*command, "--node-config", " ".join(f"{name}={_toml(value)}" for name, value in given.items())]
 
 
-def write_app(folder: Path) -> None:
+def write_app(folder: Path, server: str = SERVER_APP) -> None:
     """The folder that `flwr run` wants."""
     folder.mkdir(exist_ok=True)
-    (folder / "pyproject.toml").write_text(tomli_w.dumps(APP), "utf-8")
+    (folder / "pyproject.toml").write_text(APP.replace(SERVER_APP, server), "utf-8")
 
 
 def check_plain(host: str, secured: bool, plain: bool) -> None:

@@ -149,6 +149,7 @@ class FlowerFederation(Runtime):
         return sorted(client for client in self.members.node if client not in self.aside)
 
     def sample(self) -> list[int]:
+        self.begin()
         busy = {flight.work.client for flight in self.flying.values()}
         self._wait(self.environment.min_replies, busy)
         here = set(self.present) - busy

@@ -74,7 +74,7 @@ class Link:
             RuntimeVersionHttpInterceptor(component_name="SuperNode"),
             NodeAuthHttpInterceptor(private, public),
         ]
-        ca = None if self.plain or self.ca is None else str(self.ca)
+        ca = None if self.plain or self.ca is None else self.ca.read_bytes()
         with FleetHttpClient.from_server_address(self.address, self.plain, ca, signed) as client:
             yield client, public_key_to_bytes(public)
 
@@ -114,7 +114,7 @@ def serve(link: Link, app: Callable[[Message, Context], Message], node_config: A
                         time.sleep(POLL_S)
         except (httpx.HTTPError, RefusedError) as error:
             why = _why(error)
-            if not connected and (_hopeless(error) or time.monotonic() - first > patience_s):
+            if not connected and (_hopeless(error, link.key is None) or time.monotonic() - first > patience_s):
                 raise RefusedError(f"{link.address} cannot be joined: {why}") from error
             if why != last:
                 log.warning("no connection to %s (%s); trying again", link.address, why)
@@ -212,6 +212,7 @@ def _why(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _hopeless(error: Exception) -> bool:
-    """Whether trying again is in vain: what is on the other side does not trust us, or we do not trust it."""
-    return "certificate" in str(error).lower()
+def _hopeless(error: Exception, keyless: bool) -> bool:
+    """Whether trying again is in vain: one side does not trust the other's certificate, or a key is needed."""
+    wants_key = keyless and isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 412
+    return wants_key or "certificate" in str(error).lower()
