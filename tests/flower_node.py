@@ -25,7 +25,7 @@ def app(message: Message, context: Context) -> Message:
     if behaviour == "dies" and tasks == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "slow" and tasks == 5:
-        time.sleep(8)
+        time.sleep(6)
     reply = client.app(message, context)
     if behaviour == "lies":
         said: dict[str, Any] = decode(reply.content)
