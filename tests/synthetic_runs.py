@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import tomli_w
 
+from fedbilevel.runs.record import SPENT
+
 ALGORITHMS = ("fedbio", "fedbioacc", "fednest", "fedmbo", "simfbo", "shrofbo", "fedmsa", "mdbo")
 
 
@@ -42,6 +44,8 @@ def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **confi
                 "bytes_down": t * round_bytes // 2,
                 "samples": t * 3200,
                 "gradients": t * 50,
+                "flops": t * 4 * 10**9,
+                "peak_bytes": 6_000_000 if t else 0,
                 "virtual_s": 0.0,
                 "wall_s": wall,
                 "upper_loss": float(2.3 * np.exp(-0.8 * speed * k / evaluations) + 0.09 + abs(noise)),
@@ -52,7 +56,7 @@ def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **confi
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    last, half = lines[-1], {key: lines[-1][key] // 2 for key in ("bytes_up", "bytes_down", "samples", "gradients")}
+    last, half = lines[-1], {key: lines[-1][key] // 2 for key in SPENT[:5]} | {"peak_bytes": 6_000_000}
     accuracies = [line["test_accuracy"] for line in lines]
     summary = {
         "algorithm": name,
@@ -65,8 +69,12 @@ def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **confi
         "final_test_accuracy": accuracies[-1],
         "best_test_accuracy": max(accuracies),
         "rounds_to": {},
-        **{key: last[key] for key in ("bytes_up", "bytes_down", "samples", "gradients", "virtual_s", "wall_s")},
+        **{key: last[key] for key in SPENT},
         "refused_replies": 0,
+        "clients": [
+            {"clients": 60, "bytes_up": 5e7, "bytes_down": 2e7, "flops": 1.5e11, "peak_bytes": 1_500_000.0},
+            {"clients": 40, "bytes_up": 2e8, "bytes_down": 1e8, "flops": 6e11, "peak_bytes": 6_000_000.0},
+        ],
         "ledger": {
             "lower": {"rounds": last["round"], **half},
             "hypergradient": {"rounds": last["round"], **half},

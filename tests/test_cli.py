@@ -24,10 +24,11 @@ from tests.tool import QUADRATIC, call, config, contents, done, forked, is_refus
 SUMMARY = {
     *("algorithm", "task", "data", "seed", "status", "reason", "rounds", "final_test_accuracy", "best_test_accuracy"),
     *("rounds_to", "bytes_up", "bytes_down", "samples", "gradients", "virtual_s", "wall_s", "refused_replies"),
+    *("flops", "peak_bytes", "clients"),
 }
 METRICS = {
     *("round", "iteration", "bytes_up", "bytes_down", "samples", "gradients", "virtual_s", "wall_s"),
-    *("upper_loss", "lower_loss"),
+    *("flops", "peak_bytes", "upper_loss", "lower_loss"),
 }
 EXPERIMENT = 'algorithm = "simfbo"\ncompare = ["simfbo", "asfbo"]' + QUADRATIC
 

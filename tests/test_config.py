@@ -260,6 +260,24 @@ def test_smoke_of_a_file_keeps_its_task(tmp_path: Path) -> None:
     assert config(tmp_path / "other")["task"]["clients"] == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "metric"),
+    [
+        (
+            'task = { name = "few-shot", ways = 20, shots = 5, model = "resnet12" }\ndata = "omniglot"\n'
+            "environment.batch_size = 20\nalgorithm = { name = 'rabo', lower_steps = 2 }",
+            "test_accuracy_ci95",
+        ),
+        ('task = { name = "loss-tuning", model = "resnet18" }\ndata = "cifar10"', "balanced_accuracy"),
+    ],
+    ids=["few-shot", "loss-tuning"],
+)
+def test_smoke_of_large_tasks_needs_no_data(tmp_path: Path, text: str, metric: str) -> None:
+    done("run", write(tmp_path / "a.toml", text), "--smoke", "--out", tmp_path / "run")
+    assert len(metrics(tmp_path / "run")) == 3
+    assert metric in metrics(tmp_path / "run")[-1]
+
+
 # Own tasks
 
 

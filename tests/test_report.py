@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from fedbilevel import report
 from fedbilevel.report import curves
-from fedbilevel.report.curves import AXES, Spread, curve, differences, group, ledger, logarithmic, rows
+from fedbilevel.report.curves import AXES, Spread, clients, curve, differences, group, ledger, logarithmic, rows
 from fedbilevel.report.page import page
 from fedbilevel.runs import folder
 from fedbilevel.runs.folder import RunFolder
@@ -208,6 +208,8 @@ def test_ranked_reads_folders(tmp_path: Path) -> None:
         ("bytes", Spread(1_234_000, 100_000, 3), "1.23 ± 0.10 MB"),
         ("bytes", Spread(52e9, 1e9, 3), "52.0 ± 1.0 GB"),
         ("samples", Spread(944_000, 0, 1), "944 k"),
+        ("flops", Spread(1.56e12, 4e10, 3), "1.56 ± 0.04 TFLOP"),
+        ("flops", Spread(12, 0, 1), "12 FLOP"),
         ("wall_s", Spread(4321.5, 0, 1), "4,322 s"),
     ],
 )
@@ -219,12 +221,37 @@ def test_ledger_is_the_mean_over_finished_seeds(tmp_path: Path) -> None:
     for seed, phases in enumerate([{"lower": 10, "upper": 4}, {"lower": 20}]):
         path = write_run(tmp_path / f"seed-{seed}", "fedbio", seed, 2)
         summary = json.loads((path / "summary.json").read_text())
-        columns = ("rounds", "bytes_up", "bytes_down", "samples", "gradients")
+        columns = ("rounds", "bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes")
         summary["ledger"] = {phase: dict.fromkeys(columns, cost) for phase, cost in phases.items()}
         (path / "summary.json").write_text(json.dumps(summary))
     (write_run(tmp_path / "seed-2", "fedbio", 2, 2) / "summary.json").unlink()
     (one,) = group(folder.read(path) for path in folder.find([tmp_path]))
     assert {phase: cost["bytes_up"] for phase, cost in ledger(one).items()} == {"lower": 15, "upper": 2}
+
+
+def test_what_clients_paid_is_the_mean_over_finished_seeds_and_older_runs_have_none(tmp_path: Path) -> None:
+    small, large = (
+        {"bytes_up": 1, "bytes_down": 2, "peak_bytes": 10},
+        {"bytes_up": 3, "bytes_down": 4, "peak_bytes": 20},
+    )
+    for seed, entries in enumerate(
+        [[{**small, "clients": 3, "flops": 8}], [{**small, "clients": 1, "flops": 16}], None]
+    ):
+        path = write_run(tmp_path / f"seed-{seed}", "fedbio", seed, 2)
+        summary = json.loads((path / "summary.json").read_text())
+        summary["clients"] = [*(entries or []), {**large, "clients": 2, "flops": 100}]
+        if entries is None:
+            del summary["clients"]
+            summary["ledger"]["lower"].pop("flops")
+        (path / "summary.json").write_text(json.dumps(summary))
+    runs = [folder.read(path) for path in folder.find([tmp_path])]
+    (one,) = group(runs[:2])
+    assert clients(one) == [{**small, "clients": 2, "flops": 10}, {**large, "clients": 2, "flops": 100}]
+    assert '<h2 id="clients">Cost by client</h2>' in page(runs[:2])
+    (old,) = group(runs[2:])
+    assert clients(old) == []
+    assert np.isnan(ledger(old)["lower"]["flops"])
+    assert "nan FLOP" not in page(runs[2:])
 
 
 # Page

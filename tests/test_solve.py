@@ -24,8 +24,8 @@ def test_evaluates_before_round_0_then_at_each_multiple_of_every_and_at_the_end(
     assert [metrics["round"] for metrics in result.history] == [0, 3, 6, 7]
     assert [metrics["iteration"] for metrics in result.history] == [0, 3, 6, 7]
     assert result.status == "completed"
-    keys = {"round", "iteration", "bytes_up", "bytes_down", "samples", "gradients", "virtual_s", "wall_s"}
-    assert keys | {"upper_loss", "lower_loss"} <= result.history[0].keys()
+    keys = {"round", "iteration", "bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes"}
+    assert keys | {"virtual_s", "wall_s", "upper_loss", "lower_loss"} <= result.history[0].keys()
 
 
 def test_zero_rounds_return_the_start(task: Any) -> None:

@@ -187,6 +187,11 @@ class Oracle:
 
         return self._by_x(surrogate, x, y, batch)
 
+    def feature_gradient(self, loss: Callable[[Data, Data], Tensor], x: Tree, batch: Batch) -> Tree:
+        """The gradient in x of loss(embedded training data, embedded validation data), through both batches."""
+        self.gradients += 2
+        return grad(lambda x: loss(self._data(x, batch, 0), self._data(x, batch, 1)))(x)  # type: ignore[no-any-return]
+
     def _slope(self, v: Tree) -> Loss:
         """<grad_y g, v>: its gradients are the second-order products."""
         return lambda x, y, batch: dot(grad(self.lower, argnums=1)(x, y, batch), v)

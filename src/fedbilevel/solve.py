@@ -32,7 +32,7 @@ class Result:
 
 
 Amounts = Mapping[str, float]
-UNITS = ("rounds", "bytes", "samples", "gradients", "virtual_s", "wall_s")
+UNITS = ("rounds", "bytes", "samples", "gradients", "flops", "virtual_s", "wall_s")
 
 
 class Run:
@@ -73,8 +73,7 @@ class Run:
         return {
             "rounds": totals["rounds"],
             "bytes": totals["bytes_up"] + totals["bytes_down"],
-            "samples": totals["samples"],
-            "gradients": totals["gradients"],
+            **{unit: totals[unit] for unit in ("samples", "gradients", "flops")},
             "virtual_s": self.fed.ledger.virtual_s,
             "wall_s": self.fed.ledger.wall_s,
         }

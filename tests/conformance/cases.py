@@ -6,7 +6,7 @@ A registered algorithm without an entry here fails the suite.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ class Case:
     bytes_down, bytes_up, gradients) of one iteration, from the cohort's steps and the bytes of x and of y; None where
     it is drawn, and tested by itself. once: what the first iteration costs more (4 clients, 3 numbers in x, 2 in y).
     tolerance: how close a run of so many rounds comes, relative to the hypergradient at the start (a randomised
-    estimator is noisy). goal: where a method goes that does not go to the true solution, in closed form.
+    estimator is noisy). goal: where a method goes that does not go to the true solution, in closed form; x, or x and y
+    where its y is not the y*(x) of all clients.
     """
 
     settings: dict[str, Any]
@@ -39,7 +40,7 @@ class Case:
     once: tuple[int, int, int, int] = (0, 0, 0, 0)
     rounds: int = 400
     tolerance: float = 1e-6
-    goal: Callable[[Any, dict[str, Any]], Tensor] | None = None
+    goal: Callable[[Any, dict[str, Any]], Tensor | tuple[Tensor, Tensor]] | None = None
 
 
 def directions(m: Matrices, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,6 +131,12 @@ def one_round(evaluations: Callable[[int], int]) -> Cost:
         return 1, sent, sent, sum(3 * evaluations(tau) for tau in steps)
 
     return cost
+
+
+def masked_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]:
+    """As FedAvg, and a byte more for each of the numbers sent, which have 8."""
+    sent = len(steps) * (x + y)
+    return 1, sent + sent // 8, sent, sum(steps)
 
 
 def lower_round(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor, steps: int) -> Tensor:
@@ -299,6 +306,35 @@ def rabo_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]
     """N = 5: a lower round; grad_y f, 4 products and the fused hypergradient, which counts 3."""
     n = len(steps)
     return 2, n * 2 * (x + y), n * (x + y), sum(steps) + n * (1 + 2 * 4 + 3)
+
+
+def adapted_gradients(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """MAML with one inner step: grad f at x1 = x + a B'y, y1 = y - a (A y - B x - c), taken back to (x, y)."""
+    A, B, c, e, t, D = m
+    a = h["inner_lr"]
+    x1, y1 = x + a * B.T @ y, y - a * (A @ y - B @ x - c)
+    f_x, f_y = x1 - t + D.T @ y1, y1 - e + D @ x1
+    return f_x + a * B.T @ f_y, f_y + a * (B @ f_x - A @ f_y)
+
+
+def maml(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
+    for _ in range(iterations):
+        d_x, d_y = adapted_gradients(m, h, x, y)
+        x, y = x - h["lr_x"] * d_x, y - h["lr_y"] * d_y
+    return x, y
+
+
+def where_maml_ends(task: Any, h: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Where the mean of the clients' adapted gradients is 0."""
+    parts: list[Any] = [[part.mean(0) for part in (*client.train, *client.val)] for client in task.clients]
+    sizes = [len(parts[0][4]), len(parts[0][2])]
+
+    def residual(w: Tensor) -> Tensor:
+        return torch.stack([torch.cat(adapted_gradients(m, h, *w.split(sizes))) for m in parts]).mean(0)
+
+    x, y = root(residual, sum(sizes)).split(sizes)
+    return x, y
 
 
 def local_gradients(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -489,6 +525,14 @@ _CUTTING_PLANES = Case(
     goal=where_planes_end,
 )
 
+_FEDAVG = Case(
+    {"lr_x": 0.1, "lr_y": 0.4, "server_lr": 0.9, "train": "y"},
+    fedavg,
+    cost=lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), sum(steps)),
+    rounds=150,
+    goal=lambda task, h: task.problem.x["x"],  # x is not trained, y goes to y*(x)
+)
+
 CASES = {
     "simfbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
     # With one client and equal steps ShroFBO is SimFBO: rho h = tau (q / tau).
@@ -517,11 +561,17 @@ CASES = {
     ),
     "rabo": Case(_RABO, rabo, rabo_cost, rounds=400, goal=fewer_terms),
     "rafbo": Case(_RABO | {"width": 1.0}, rabo, rabo_cost, rounds=400, goal=fewer_terms),  # exact on quadratics
-    "fedavg": Case(
-        {"lr_x": 0.1, "lr_y": 0.4, "server_lr": 0.9, "train": "y"},
-        fedavg,
-        cost=lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), sum(steps)),
-        goal=lambda task, h: task.problem.x["x"],  # x is not trained, y goes to y*(x)
+    "fedavg": _FEDAVG,
+    # On quadratics, which have nothing to cut, they are FedAvg.
+    **dict.fromkeys(("static", "fedrolex", "oap-structured", "fiarse", "fiarse-structured"), _FEDAVG),
+    "oap": replace(
+        _FEDAVG, cost=lambda steps, x, y: (1, len(steps) * (x + y) * 9 // 8, len(steps) * (x + y), sum(steps))
+    ),
+    "maml": Case(
+        {"lr_x": 0.3, "lr_y": 0.3, "inner_lr": 0.2, "inner_steps": 1},
+        maml,
+        cost=lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), 4 * sum(steps)),
+        goal=where_maml_ends,
     ),
     "aggitd": Case(_AGGITD, aggitd, cost=None, rounds=11 * 150, tolerance=0.1),
     "fedmbo": Case(_FEDMBO, fedmbo, cost=None, rounds=1500, tolerance=0.15),

@@ -44,7 +44,13 @@ from fedbilevel.algorithms.fedavg import FedAvg  # noqa: E402
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc  # noqa: E402
 from fedbilevel.algorithms.fedmbo import FedMBO  # noqa: E402
 from fedbilevel.algorithms.fednest import FedNest, LFedNest  # noqa: E402
+from fedbilevel.algorithms.fedrolex import FedRolex  # noqa: E402
+from fedbilevel.algorithms.fiarse import FIARSE, FIARSEStructured  # noqa: E402
+from fedbilevel.algorithms.heterofl import HeteroFL  # noqa: E402
 from fedbilevel.algorithms.localbsg import LocalBSGM, LocalBSGVR  # noqa: E402
+from fedbilevel.algorithms.maml import MAML  # noqa: E402
+from fedbilevel.algorithms.oap import OAP, OAPStructured  # noqa: E402
+from fedbilevel.algorithms.protonet import ProtoNet  # noqa: E402
 from fedbilevel.algorithms.rabo import RABO, RAFBO  # noqa: E402
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
 
@@ -53,23 +59,31 @@ __all__ = [
     "AFBO",
     "AFL",
     "ASFBO",
+    "FIARSE",
     "LAASFBO",
+    "MAML",
+    "OAP",
     "RABO",
     "RAFBO",
     "SDBO",
     "AdaFBiO",
     "AggITD",
     "Algorithm",
+    "FIARSEStructured",
     "FedAvg",
     "FedBiO",
     "FedBiOAcc",
     "FedMBO",
     "FedNest",
+    "FedRolex",
+    "HeteroFL",
     "LFedNest",
     "LocalBSGM",
     "LocalBSGVR",
     "Message",
+    "OAPStructured",
     "Phase",
+    "ProtoNet",
     "ShroFBO",
     "SimFBO",
     "State",

@@ -52,6 +52,7 @@ COMMON: Mapping[str, Callable[[str, Any], Any]] = {  # settings that mean the sa
     "inner_rounds": functools.partial(checks.integer, least=1),
     "lower": functools.partial(checks.one_of, allowed=("svrg", "sgd")),
     "truncation": functools.partial(checks.one_of, allowed=("sum", "random")),
+    "core": checks.fraction,
     "lower_steps": _local_steps,
     "upper_steps": _local_steps,
 }

@@ -5,6 +5,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,7 +17,9 @@ from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
-from fedbilevel.tree import Tree
+from fedbilevel.tree import Tree, zeros_like
+
+Gradients = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 class State(NamedTuple):
@@ -25,10 +28,13 @@ class State(NamedTuple):
 
 
 class Local(NamedTuple):
+    """Where a client is, where it started, and what it was told of the part of the model it holds."""
+
     x: Tree
     y: Tree
     x0: Tree
     y0: Tree
+    part: Any
 
 
 class Train(Phase):
@@ -41,17 +47,56 @@ class Train(Phase):
     settings: FedAvg
 
     def start(self, m: Message) -> Local:
-        return Local(m.x, m.y, m.x, m.y)
+        return Local(m.x, m.y, m.x, m.y, vars(m).get("part", ()))
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
-        h = self.settings
-        if h.train == "y":
-            return c._replace(y=c.y - h.lr_y * oracle.lower_gradient_y(c.x, c.y, batch))
-        g_x, g_y = oracle.lower_gradients(c.x, c.y, batch)
-        return c._replace(x=oracle.project_x(c.x - h.lr_x * g_x), y=c.y - h.lr_y * g_y)
+        def gradients(x: Tree, y: Tree) -> tuple[Tree, Tree]:
+            if self.settings.train == "y":
+                return zeros_like(x), oracle.lower_gradient_y(x, y, batch)
+            return oracle.lower_gradients(x, y, batch)
+
+        x, y = self.settings.descend(gradients, c.x, c.y, c.part)
+        return c._replace(x=oracle.project_x(x), y=y)
 
     def finish(self, c: Local) -> dict[str, Any]:
         return {"dx": c.x - c.x0, "dy": c.y - c.y0}
+
+
+class Visit(NamedTuple):
+    """The same over episodes: each begins at y0, and dy sums up how far they came."""
+
+    x: Tree
+    x0: Tree
+    y0: Tree
+    dy: Tree
+    part: Any
+    steps: Any
+
+
+class TrainOnEpisodes(Phase):
+    """As many episodes as local steps; replies with the displacement of x and the mean one of y."""
+
+    steps = "local"
+    reply: ClassVar = {"dx": "x", "dy": "y"}
+
+    settings: FedAvg
+
+    def start(self, m: Message) -> Visit:
+        return Visit(m.x, m.x, m.y, zeros_like(m.y), vars(m).get("part", ()), m.steps)
+
+    def step(self, c: Visit, oracle: Oracle, batch: Batch) -> Visit:
+        def gradients(x: Tree, y: Tree) -> tuple[Tree, Tree]:
+            (g_x, g_y), (f_x, f_y) = oracle.lower_gradients(x, y, batch), oracle.upper_gradients(x, y, batch)
+            return zeros_like(x) if self.settings.train == "y" else (g_x + f_x) / 2, (g_y + f_y) / 2
+
+        x, y = c.x, c.y0
+        for _ in range(self.settings.episode_steps):
+            x, y = self.settings.descend(gradients, x, y, c.part)
+            x = oracle.project_x(x)
+        return c._replace(x=x, dy=c.dy + (y - c.y0))
+
+    def finish(self, c: Visit) -> dict[str, Any]:
+        return {"dx": c.x - c.x0, "dy": c.dy / c.steps}
 
 
 @register("fedavg")
@@ -62,25 +107,44 @@ class FedAvg(Algorithm):
     Client i takes tau_i steps x <- x - lr_x grad_x g_i, y <- y - lr_y grad_y g_i; the server adds `server_lr` times the
     mean displacement. `train="y"` leaves x at its start (untuned hyper-parameters); the default trains both (a network
     as a whole). The weights of the mean are the problem's: "samples" is the classic choice.
+
+    Where the lower level is private, a local step is an episode, on all of whose labelled data the client trains:
+    `episode_steps` times x <- x - lr_x grad_x (f + g)/2 and the same for y. x goes on to the next episode, y begins
+    each at the shared one, which moves by the mean displacement of all. This is ours, and what Reptile does (Nichol,
+    Achiam and Schulman 2018): print does not say what a single-level method does with episodes, and with one y for
+    all of them, each labelling anew, there would be nothing to learn.
     """
 
     solves = "single"
-    phases: ClassVar = {"train": Train}
+    lower_levels = ("shared", "private")
+    phases: ClassVar = {"train": Train, "episodes": TrainOnEpisodes}
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05
     server_lr: float = 1.0
     train: Literal["both", "y"] = "both"
+    episode_steps: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive("server_lr", self.server_lr)
         checks.one_of("train", self.train, ("both", "y"))
+        checks.integer("episode_steps", self.episode_steps, least=1)
 
     def init(self, problem: Problem) -> State:
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
-        r = fed.ask("train", fed.sample(), x=s.x, y=s.y)
-        x, y = s.x + self.server_lr * r.mean("dx"), s.y + self.server_lr * r.mean("dy")
-        return State(fed.problem.project(x), y)
+        r = fed.ask(self.phase(fed), fed.sample(), x=s.x, y=s.y)
+        return self.move(s, r.mean("dx"), r.mean("dy"), fed)
+
+    def phase(self, fed: Federation) -> str:
+        return "train" if fed.problem.lower_level == "shared" else "episodes"
+
+    def move(self, s: State, dx: Tree, dy: Tree, fed: Federation) -> State:
+        return State(fed.problem.project(s.x + self.server_lr * dx), s.y + self.server_lr * dy)
+
+    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
+        """One local step; `part` is what methods that train a part of the model tell the client of it."""
+        d_x, d_y = gradients(x, y)
+        return x - self.lr_x * d_x, y - self.lr_y * d_y

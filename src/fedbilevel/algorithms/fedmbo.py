@@ -10,9 +10,17 @@ from typing import ClassVar, NamedTuple
 
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import HessianProduct, Hypergradient, LowerGradient, UpperGradientY
+from fedbilevel.algorithms.rounds import (
+    Episodes,
+    HessianProduct,
+    Hypergradient,
+    LowerGradient,
+    UpperGradientY,
+    random_hypergradient,
+)
 from fedbilevel.federation.base import Federation
-from fedbilevel.problem import Problem
+from fedbilevel.oracle import Oracle
+from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree
 
@@ -34,6 +42,21 @@ class ChainProduct(HessianProduct):
     summed = False
 
 
+class Hypergradients(Episodes):
+    """T steps on y from the shared start, then a chain of the episode's own Hessian products there."""
+
+    reply: ClassVar = {"h": "x", "dy": "y"}
+
+    settings: FedMBO
+
+    def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
+        h, settled = self.settings, y
+        for _ in range(h.inner_rounds):
+            settled = settled - h.lr_y * oracle.lower_gradient_y(x, settled, batch)
+        found = random_hypergradient(oracle, x, settled, [batch] * h.neumann_steps, h.neumann_lr)
+        return {"h": found, "dy": settled - y}
+
+
 @register("fedmbo")
 @dataclass(frozen=True, kw_only=True)
 class FedMBO(Algorithm):
@@ -48,15 +71,22 @@ class FedMBO(Algorithm):
     Then x <- x - lr_x mean over chains of (grad_x f_i - d2xy g_i r). Averaging independent chains shrinks the variance
     of the random truncation too, which one shared chain (FedNest) does not.
 
+    Where the lower level is private a local step is an episode with a y and a chain of its own, both on the client: T
+    steps from the shared y, which moves by the mean displacement, and r with the episode's own Hessian; an episode has
+    one batch, so all factors are on it, and all N - 1 are evaluated. One round an iteration.
+
     Departures from print (recalled, not read: the paper was not at hand): with weights p_i that are not uniform every
-    factor is scaled by n p_i, which keeps it unbiased; the step on x is taken on the server.
+    factor is scaled by n p_i, which keeps it unbiased; the step on x is taken on the server; private lower levels are
+    ours.
     """
 
+    lower_levels = ("shared", "private")
     phases: ClassVar = {
         "gradient": LowerGradient,
         "chain_start": ChainStart,
         "chain_product": ChainProduct,
         "hypergradient": Hypergradient,
+        "episodes": Hypergradients,
     }
 
     lr_x: Step = 0.05
@@ -69,6 +99,9 @@ class FedMBO(Algorithm):
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
+        if fed.problem.lower_level == "private":
+            own = fed.ask("episodes", fed.sample(), x=s.x, y=s.y)
+            return State(fed.problem.project(s.x - self.lr_x * own.mean("h")), s.y + own.mean("dy"))
         lam, N, x, y = self.neumann_lr, self.neumann_steps, s.x, s.y
         for _ in range(self.inner_rounds):
             S = fed.sample()

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import LowerRound, Once, local_steps
+from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, local_steps
 from fedbilevel.algorithms.submodel import Policy, check_policy, cut
 from fedbilevel.federation.base import Federation
 from fedbilevel.linear import directional, neumann_sum
 from fedbilevel.oracle import AnyBatch, Embedded, Oracle
-from fedbilevel.phase import Epochs, Message, Phase
+from fedbilevel.phase import Epochs
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.rng import fold_in, normal
 from fedbilevel.schedules import Step
@@ -50,34 +50,16 @@ class GlobalDirections(Once):
         return {"dx": d_x, "dz": d_z}
 
 
-class Visit(NamedTuple):
-    """What was sent, and the sums over the episodes so far."""
+class Hypergradients(Episodes):
+    """T steps on y from the shared start, then H_i there."""
 
-    x: Tree
-    y: Tree
-    h: Tree
-    dy: Tree
-    steps: Any
-
-
-class Episodes(Phase):
-    """As many episodes as local steps: T steps on y from the shared start, then H_i there; replies with their means."""
-
-    steps = "local"
     reply: ClassVar = {"h": "x", "dy": "y"}
 
-    def start(self, m: Message) -> Visit:
-        return Visit(m.x, m.y, zeros_like(m.x), zeros_like(m.y), m.steps)
-
-    def step(self, c: Visit, oracle: Oracle, batch: Batch) -> Visit:
-        y, episode = c.y, oracle.embed(c.x, batch)
+    def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
+        settled, episode = y, oracle.embed(x, batch)
         for _ in range(self.settings.inner_steps):
-            y = y - self.settings.lr_y * oracle.lower_gradient_y(c.x, y, episode)
-        h = self.settings.local_hypergradient(oracle, c.x, y, episode)
-        return c._replace(h=c.h + h, dy=c.dy + (y - c.y))
-
-    def finish(self, c: Visit) -> dict[str, Any]:
-        return {"h": c.h / c.steps, "dy": c.dy / c.steps}
+            settled = settled - self.settings.lr_y * oracle.lower_gradient_y(x, settled, episode)
+        return {"h": self.settings.local_hypergradient(oracle, x, settled, episode), "dy": settled - y}
 
 
 @register("rabo")
@@ -112,7 +94,7 @@ class RABO(Algorithm):
         "lower": LowerRound,
         "hypergradient": LocalHypergradient,
         "directions": GlobalDirections,
-        "episodes": Episodes,
+        "episodes": Hypergradients,
     }
 
     lr_x: Step = 0.05

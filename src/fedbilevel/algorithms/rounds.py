@@ -5,7 +5,8 @@ Clients reply with directions and displacements, never with iterates: means over
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase, Steps
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, integers
-from fedbilevel.tree import Tree
+from fedbilevel.tree import Tree, zeros_like
 
 
 class Once(Phase):
@@ -156,6 +157,34 @@ class UpperRound(Corrected):
         return {"dx": c.here - c.start}
 
 
+class Visit(NamedTuple):
+    """What was sent, and the sums over the episodes so far."""
+
+    x: Tree
+    y: Tree
+    sums: dict[str, Tree]
+    steps: Any
+
+
+class Episodes(Phase):
+    """As many episodes as local steps, each at the point that was sent; replies with the means of what they give."""
+
+    steps = "local"
+
+    @abstractmethod
+    def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]: ...
+
+    def start(self, m: Message) -> Visit:
+        return Visit(m.x, m.y, {name: zeros_like(getattr(m, kind)) for name, kind in self.reply.items()}, m.steps)
+
+    def step(self, c: Visit, oracle: Oracle, batch: Batch) -> Visit:
+        found = self.episode(oracle, c.x, c.y, batch)
+        return c._replace(sums={name: total + found[name] for name, total in c.sums.items()})
+
+    def finish(self, c: Visit) -> dict[str, Any]:
+        return {name: total / c.steps for name, total in c.sums.items()}
+
+
 def local_steps(setting: int | str | None) -> Steps:
     """A method's own number of local steps: the environment's (None), a number, or "5 epochs"."""
     if isinstance(setting, str):
@@ -175,18 +204,23 @@ def own_hypergradient(oracle: Oracle, x: Tree, y: Tree, batch: Batch, terms: int
     return oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
 
 
-def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) -> tuple[Tree, Tree]:
-    """A client's own hypergradient and lower gradient: grad_x f_i - d2xy g_i p_i and grad_y g_i.
+def random_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Batch], lr: float) -> Tree:
+    """The same with lr J times a product of J' random factors in the place of the sum of J = len(batches) terms.
 
-    p_i estimates [d2yy g_i]^-1 grad_y f_i by J = len(batches) terms: their sum, or lambda J times a product of J'
-    random factors, J' uniform on {0 .. J-1}, each factor on its own batch. J' comes from the first batch's key,
-    so that two evaluations on the same batches share it.
+    J' is uniform on {0 .. J-1} and comes from the first batch's key, so that two evaluations on the same batches share
+    it; each factor is on a batch of its own. All J - 1 are evaluated, because a stack of clients has one length.
     """
-    batch, lam, J = batches[0], h.neumann_lr, len(batches)
-    if h.truncation == "sum":
-        return own_hypergradient(oracle, x, y, batch, J, lam), oracle.lower_gradient_y(x, y, batch)
-    length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lam * J * oracle.upper_gradient_y(x, y, batch)
+    batch, J = batches[0], len(batches)
+    length, p = integers(fold_in(batch.rng, 3), 0, J - 1), lr * J * oracle.upper_gradient_y(x, y, batch)  # type: ignore[arg-type]
     for k, fresh in enumerate(batches[1:], start=1):
-        p = p - (k <= length) * (lam * oracle.hessian_product(x, y, p, fresh))
-    d_x = oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
-    return d_x, oracle.lower_gradient_y(x, y, batch)
+        p = p - (k <= length) * (lr * oracle.hessian_product(x, y, p, fresh))
+    return oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, p, batch)
+
+
+def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) -> tuple[Tree, Tree]:
+    """A client's own hypergradient, by `h.truncation`, and lower gradient: grad_x f_i - d2xy g_i p_i and grad_y g_i."""
+    if h.truncation == "sum":
+        d_x = own_hypergradient(oracle, x, y, batches[0], len(batches), h.neumann_lr)
+    else:
+        d_x = random_hypergradient(oracle, x, y, batches, h.neumann_lr)
+    return d_x, oracle.lower_gradient_y(x, y, batches[0])

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import torch
+from torch import Tensor
+
 from fedbilevel import checks
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation.base import Federation, Replies, coverage
+from fedbilevel.problem import Problem
 from fedbilevel.submodels import Pick, Submodel, choose, importance, rolling, segments, static
-from fedbilevel.tree import Tree
+from fedbilevel.tree import Tree, flatten, zeros_like
 
 Policy = Literal["static", "rolling", "importance", "segments"]
 
@@ -36,3 +40,33 @@ def cut(
     pick: Pick = picks[policy]()
     groups = [numbers[i % len(numbers)] for i in clients] if policy == "segments" else None
     return choose(axes, x, y, pick, fed.capacities(clients), groups)
+
+
+def maskable(problem: Problem, x: Tree, y: Tree) -> Tree:
+    """The tensors that methods mask weight by weight. Not those that start with all entries alike, which everyone
+    holds: norm layers (unless they start trained), and heads and hyper-parameters that start at 0, whose size says
+    nothing yet and which a mask by size would keep at 0."""
+    start = {**problem.x, **problem.y}
+    return Tree({name: w for name, w in {**x, **y}.items() if bool((start[name] != start[name].reshape(-1)[0]).any())})
+
+
+def magnitudes(w: Tree) -> Tensor:
+    return flatten(w).abs() if w else torch.zeros(0)
+
+
+def budget(w: Tree, x: Tree, ratios: tuple[float, float]) -> int:
+    """How many of the d weights w a client holds: int(r^2 d), about as many as a submodel of width r has."""
+    held = sum(ratios[name not in x] ** 2 * tensor.numel() for name, tensor in w.items())
+    return max(1, int(held + 1e-6))  # 0.7**2 * 100 is 48.99999999999999
+
+
+def held_mean(fed: Federation, r: Replies, name: str, held: Sequence[Tree]) -> Tree:
+    """`Replies.coverage_mean` where clients hold single weights: held[j] says which the j-th reply is of, and it is 0
+    elsewhere. Records the coverage."""
+    total = r.mean(name) * len(r)
+    counts = weights = zeros_like(total)
+    for reply, mask in zip(r, held, strict=True):
+        ones = mask.map(Tensor.to, total)
+        counts, weights = counts + ones, weights + reply.weight * ones
+    fed.record(**coverage(r.role.reply[name], flatten(counts)))
+    return total.map(lambda t, w: torch.where(w > 0, t / w, 0.0), weights)  # type: ignore[no-any-return]

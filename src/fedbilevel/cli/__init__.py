@@ -68,7 +68,10 @@ def run(
     ] = False,
     mlflow: Annotated[bool, typer.Option("--mlflow", help="Log to MLflow's tracking store.")] = False,
     federation: Annotated[
-        str, typer.Option(help="simulated, or flower: a real one, all of it on this machine.")
+        str,
+        typer.Option(
+            help="simulated (in this process), flower (real nodes, all on this machine), or ray: Flower's simulation."
+        ),
     ] = "simulated",
     clients: Clients = None,
     stock: Annotated[bool, typer.Option("--stock", help="flower: stock SuperNodes instead of warm nodes.")] = False,
@@ -91,15 +94,19 @@ def run(
             place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes}, smoke=smoke
         )
 
-    real = checks.one_of("federation", federation, ("simulated", "flower")) == "flower"
-    if not real and (clients is not None or stock or keys):
-        raise ValueError("--clients, --stock and --keys are for --federation flower")
-    config = _with_clients(resolve, clients) if real else resolve({})
+    real = checks.one_of("federation", federation, ("simulated", "flower", "ray")) == "flower"
+    if not real and (stock or keys):
+        raise ValueError("--stock and --keys are for --federation flower")
+    config = resolve({}) if clients is None else _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = out or _fresh(Path("runs", title.replace(" ", "-")))
     if real:
         summary = _run_flower(config, title, folder, clients, resume, data_dir, quiet or json_, stock, keys)
         _finish(summary, folder, quiet, json_)
+    if federation == "ray":
+        from fedbilevel.cli.federation import simulate
+
+        _finish(simulate(config, folder, resume, data_dir), folder, quiet, json_)
     prepared = prepare(config, data_dir)
     recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -426,7 +433,7 @@ def list_(what: Annotated[str, typer.Argument(help="algorithms, tasks, experimen
         return (algorithms.get(name).__doc__ or "").strip().split("\n")[0]
 
     listings: dict[str, Callable[[], list[str]]] = {
-        "algorithms": lambda: [f"{name:12} {first_line(name)}" for name in algorithms.names()],
+        "algorithms": lambda: [f"{name:17} {first_line(name)}" for name in algorithms.names()],
         "tasks": tasks.names,
         "experiments": lambda: [f"{name:16} {configs.read(name)[1].get('title', '')}" for name in configs.names()],
         "data": data_names,

@@ -163,7 +163,7 @@ class Comparison:
 
 def show(table: Table) -> None:
     """Print a table, wide enough when nobody watches."""
-    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+    (Console() if sys.stdout.isatty() else Console(width=170)).print(table)
 
 
 def _ranking(rows: list[report.Row]) -> Table:
@@ -171,13 +171,15 @@ def _ranking(rows: list[report.Row]) -> Table:
         title="communication rounds to each test accuracy, the best method first; mean ± deviation over seeds"
     )
     table.add_column("algorithm", no_wrap=True)
-    for heading in ("seeds", *(f"{target:.0%}" for target in report.TARGETS), "final accuracy", "status"):
+    targets = [f"{target:.0%}" for target in report.TARGETS]
+    for heading in ("seeds", *targets, "final accuracy", "operations", "peak memory", "status"):
         table.add_column(heading, no_wrap=True)
     for row in rows:
         reached = [row.cost["round"].get(target) if "round" in row.cost else None for target in report.TARGETS]
         cells = [_cell(spread, row.seeds) if spread else "-" for spread in reached]
         accuracy = f"{row.accuracy.mean:.2%} ± {row.accuracy.std:.2%}" if row.accuracy else "-"
-        table.add_row(escape(row.label), str(row.seeds), *cells, accuracy, ", ".join(sorted(row.statuses)))
+        costs = [report.AXES[axis].show(s) if s else "-" for axis, s in (("flops", row.flops), ("bytes", row.peak))]
+        table.add_row(escape(row.label), str(row.seeds), *cells, accuracy, *costs, ", ".join(sorted(row.statuses)))
     return table
 
 
@@ -193,5 +195,7 @@ def _row(row: report.Row) -> dict[str, Any]:
         "algorithm": row.label,
         "seeds": row.seeds,
         "accuracy": row.accuracy and row.accuracy.mean,
+        "flops": row.flops and row.flops.mean,
+        "peak_bytes": row.peak and row.peak.mean,
         "cost_to": costs,
     }

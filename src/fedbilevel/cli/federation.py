@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel.cli.progress import Progress
 from fedbilevel.federation.flower import client, deployment, warm
 from fedbilevel.federation.flower.deployment import Deployment, DeploymentError
-from fedbilevel.federation.flower.server import LOG
+from fedbilevel.federation.flower.server import LOG, run_job
 from fedbilevel.runs.config import Config
 from fedbilevel.runs.folder import METRICS, SUMMARY
 from fedbilevel.runs.record import check_folder, without_none
@@ -137,6 +140,38 @@ def serve(
             said = follower.follow(superlink)
     if said["status"] == "failed" or not (folder / SUMMARY).exists():
         raise DeploymentError(said.get("error") or "the server was killed; --resume goes on from its last checkpoint")
+    return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
+
+
+def simulate(config: Config, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
+    """Run an experiment on Flower's simulation engine: its clients in processes of Ray, on one machine or many."""
+    try:
+        import ray  # noqa: F401
+        from flwr.simulation import run_simulation
+    except ImportError:
+        raise DeploymentError("Ray is not installed; `pip install 'flwr[simulation]==1.41.0'` brings it") from None
+    folder = folder.resolve()
+    check_folder(folder, config.table, resume)
+    os.environ.update(deployment.surroundings())
+    app, failed = ServerApp(), list[Exception]()
+    with tempfile.TemporaryDirectory() as work:
+        experiment = Path(work, "experiment.toml")
+        experiment.write_text(tomli_w.dumps(without_none(config.table)), "utf-8")
+        job: dict[str, Any] = {"experiment": str(experiment), "clients": 0, "resume": resume}
+        job["data-dir"] = str(data_dir.resolve()) if data_dir else ""
+
+        @app.main()
+        def main(grid: Grid, context: Context) -> None:
+            try:
+                run_job(grid, job, folder)
+            except Exception as error:
+                failed.append(error)
+
+        clients = len(config.load_task(data_dir).clients)
+        one_core = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+        run_simulation(app, client.app, clients, backend_config=one_core)
+    if failed:
+        raise failed[0]
     return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
 
 

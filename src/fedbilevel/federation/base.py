@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from fedbilevel.submodels import Submodel
 from fedbilevel.tree import Tree, flatten, is_finite
 
 log = logging.getLogger("fedbilevel")
+
+LARGEST = ("peak_bytes",)  # of the costs: not a sum
+GROUPS = 10  # of clients, in a summary
 
 Values = dict[str, Any]  # a reply, or a stack of replies: trees and tensors, by name
 Each = Sequence[Mapping[str, Any]] | None  # what every client is sent for itself
@@ -33,9 +37,11 @@ class QuorumError(RuntimeError):
 
 @dataclass
 class Cost:
-    """What one phase has cost so far; `samples` counts what was drawn, `gradients` what was evaluated.
+    """What one phase has cost so far; `samples` counts what was drawn, `gradients` what was evaluated, `flops` the
+    multiplications and additions of matrix products and convolutions in it; `peak_bytes` is the most that any client
+    held at once.
 
-    Both count when a task ends. What was lost is computed, and counted, only where clients remember.
+    All four count when a task ends. What was lost is computed, and counted, only where clients remember.
     """
 
     rounds: int = 0
@@ -43,13 +49,72 @@ class Cost:
     bytes_down: int = 0
     samples: int = 0
     gradients: int = 0
+    flops: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Accounts:
+    """What each client that took part has paid: `figures` has a row for each of `FIGURES`, a column for each of `ids`.
+
+    Tensors, because they are copied in every iteration and there may be 100,000 clients.
+    """
+
+    FIGURES: ClassVar = ("bytes_up", "bytes_down", "flops", "peak_bytes")
+    ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    figures: Tensor = field(default_factory=lambda: torch.zeros(len(Accounts.FIGURES), 0, dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        self._column = {client: j for j, client in enumerate(self.ids.tolist())}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Accounts):
+            return False
+        return torch.equal(self.ids, other.ids) and torch.equal(self.figures, other.figures)
+
+    def __getitem__(self, client: int) -> dict[str, int]:
+        column = self._column.get(client)
+        paid = [0] * len(self.FIGURES) if column is None else self.figures[:, column].tolist()
+        return dict(zip(self.FIGURES, paid, strict=True))
+
+    def charge(self, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]) -> None:
+        if new := [client for client in dict.fromkeys(clients) if client not in self._column]:
+            self._column |= {client: j for j, client in enumerate(new, len(self._column))}
+            self.ids = torch.cat([self.ids, torch.tensor(new)])
+            self.figures = torch.nn.functional.pad(self.figures, (0, len(new)))
+        columns = torch.tensor([self._column[client] for client in clients])
+        for name, each in amounts.items():
+            row = self.figures[self.FIGURES.index(name)]
+            if name in LARGEST:
+                row.scatter_reduce_(0, columns, torch.tensor(each), "amax")
+            else:
+                row.index_add_(0, columns, torch.tensor(each))
+
+    def groups(self) -> list[dict[str, float]]:
+        """Clients of equal `peak_bytes`, of at most so many different ones as can be read: how many they are, and what
+        one of them has paid on average. How often a client was drawn has no part in its peak.
+        """
+        if not len(self.ids):
+            return []
+        peaks = self.figures[self.FIGURES.index("peak_bytes")]
+        different, group = peaks.unique(return_inverse=True)
+        if len(different) > GROUPS:
+            group = peaks.argsort(stable=True).argsort() * GROUPS // len(peaks)
+        found = []
+        for k in group.unique():
+            paid = self.figures[:, group == k].double()
+            rows = zip(self.FIGURES, paid, strict=True)
+            amounts = {name: float(row.max() if name in LARGEST else row.mean()) for name, row in rows}
+            found.append({"clients": paid.shape[1], **amounts})
+        return found
 
 
 @dataclass
 class Ledger:
-    """Everything a run has cost, by phase; kept by the runtime alone."""
+    """Everything a run has cost, by phase and by client; kept by the runtime alone."""
 
     phases: dict[str, Cost] = field(default_factory=dict)
+    clients: Accounts = field(default_factory=Accounts)
     iterations: int = 0
     virtual_s: float = 0.0
     wall_s: float = 0.0
@@ -58,7 +123,8 @@ class Ledger:
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> Ledger:
-        return cls(**{**values, "phases": {name: Cost(**cost) for name, cost in values["phases"].items()}})
+        phases = {name: Cost(**cost) for name, cost in values["phases"].items()}
+        return cls(**{**values, "phases": phases, "clients": Accounts(**deepcopy(values["clients"]))})
 
     def phase(self, name: str) -> Cost:
         return self.phases.setdefault(name, Cost())
@@ -67,8 +133,22 @@ class Ledger:
     def rounds(self) -> int:
         return sum(cost.rounds for cost in self.phases.values())
 
+    def charge(self, phase: str, clients: Sequence[int], **amounts: Sequence[int]) -> None:
+        """Add what these clients spent, an amount each."""
+        if clients:
+            cost = self.phase(phase)
+            for name, each in amounts.items():
+                setattr(cost, name, _total(name, [getattr(cost, name), *each]))
+            own = {name: each for name, each in amounts.items() if name in Accounts.FIGURES}
+            self.clients.charge(clients, own)
+
     def totals(self) -> dict[str, int]:
-        return {f.name: sum(getattr(cost, f.name) for cost in self.phases.values()) for f in fields(Cost)}
+        costs = self.phases.values()
+        return {f.name: _total(f.name, [getattr(cost, f.name) for cost in costs]) for f in fields(Cost)}
+
+
+def _total(name: str, values: Sequence[int]) -> int:
+    return max(values, default=0) if name in LARGEST else sum(values)
 
 
 class Reply(NamedTuple):
@@ -251,12 +331,10 @@ class Replies:
         return self._sums[name].map(lambda t, w: torch.where(w + whole > 0, t / (w + whole), 0.0), parts)  # type: ignore[no-any-return]
 
     def coverage(self) -> dict[str, float]:
-        """The least number of clients that hold a coordinate somebody holds (C*), and the share that somebody does."""
-        found = {}
+        """Of x and of y, where they come from submodels."""
+        found: dict[str, float] = {}
         for kind, tree in self._held.items():
-            counts = flatten(tree) + (len(self) - len(self._parts))
-            found[f"min_coverage_{kind}"] = float(counts[counts > 0].min())
-            found[f"covered_{kind}"] = float((counts > 0).double().mean())
+            found |= coverage(kind, flatten(tree) + (len(self) - len(self._parts)))
         return found
 
     def __len__(self) -> int:
@@ -264,6 +342,15 @@ class Replies:
 
     def __iter__(self) -> Iterator[Reply]:
         return iter(sorted(self._replies, key=lambda reply: reply.place))
+
+
+def coverage(kind: str, counts: Tensor) -> dict[str, float]:
+    """The least number of clients that hold a coordinate somebody holds (C*), and the share that somebody does."""
+    held = counts[counts > 0]
+    return {
+        f"min_coverage_{kind}": float(held.min()) if len(held) else 0.0,
+        f"covered_{kind}": len(held) / len(counts),
+    }
 
 
 def _weight(replies: Sequence[Reply]) -> float:

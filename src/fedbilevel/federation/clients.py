@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import ClientError, log, wrong
 from fedbilevel.federation.batches import Batches, shape
+from fedbilevel.federation.meter import Meter
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase
 from fedbilevel.problem import ClientData, Problem
@@ -27,7 +27,9 @@ from fedbilevel.tree import nbytes
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
+MEASURES = ("footprints", "measured", "uses")
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
+TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
 
 
 class Exchange:
@@ -66,13 +68,25 @@ class Assignment(NamedTuple):
     key: int
 
 
+class Took(NamedTuple):
+    """What a client spent on a task, or on a part of one; `peak_bytes` is the most it held at once."""
+
+    samples: int = 0
+    gradients: int = 0
+    flops: int = 0
+    peak_bytes: int = 0
+
+    def then(self, other: Took) -> Took:
+        samples, gradients, flops, _ = (a + b for a, b in zip(self, other, strict=True))
+        return Took(samples, gradients, flops, max(self.peak_bytes, other.peak_bytes))
+
+
 class Part(NamedTuple):
     """Some tasks, the stack of their replies, and what each of them took."""
 
     work: list[Assignment]
     values: dict[str, Any]
-    samples: int
-    gradients: int
+    took: Took
 
 
 Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -96,17 +110,19 @@ class Clients:
         self.device, self.mode, self.memory = device, mode, memory
         self.memories: dict[int, dict[str, Any]] = {}  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
-        self.uses: dict[str, int] = {}  # of each kind of step
-        self.names: dict[Hashable, str] = {}  # of the kinds of steps
-        self.traces: dict[Hashable, tuple[Flat, pytree.TreeSpec, int] | None] = {}
+        self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
+        self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
+        self.names: dict[Hashable, tuple[str, str]] = {}  # of the kinds of steps, in either sense
+        self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
 
     def snapshot(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
-        return {"memories": dict(self.memories), "footprints": dict(self.footprints), "uses": dict(self.uses)}
+        return {name: dict(getattr(self, name)) for name in ("memories", *MEASURES)}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.memories = pytree.tree_map(lambda t: t.to(self.device), dict(snapshot["memories"]))
-        self.footprints, self.uses = dict(snapshot["footprints"]), dict(snapshot["uses"])
+        for name in MEASURES:
+            setattr(self, name, dict(snapshot[name]))
 
     def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
@@ -153,12 +169,13 @@ class Clients:
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
     def _footprint(self, kind: str, group: list[Assignment]) -> int:
-        """Bytes a client needs at most: two steps of the largest one are run, and everything allocated is added up."""
+        """Bytes that a client takes in a stack: two steps of the two largest ones are run and measured."""
         if kind not in self.footprints:
-            largest = max(group, key=lambda w: self.data[w.client].size("train") + self.data[w.client].size("val"))
-            with _Allocations() as allocations:
-                self._alone(largest._replace(steps=min(2, largest.steps)))
-            self.footprints[kind] = max(allocations.bytes, 1)
+            group = sorted(group, key=lambda w: self.data[w.client].size("train") + self.data[w.client].size("val"))
+            steps = min(2, max(w.steps for w in group))
+            with Meter() as meter:
+                self._run([w._replace(steps=steps) for w in group[-2:]])
+            self.footprints[kind] = max(meter.peak_bytes // 2, 1)
         return self.footprints[kind]
 
     def _run(self, work: list[Assignment]) -> list[Part]:
@@ -209,28 +226,56 @@ class Clients:
             remembered = {"memory": memory} if role.remembers else {}
             return role.start(Message(**shared, **own, **remembered, steps=steps))
 
-        carry = lift(start)(own, _stacked([self._recall(w) for w in work], stack), steps)
-        active, gradients, done = len(work), 0, []
+        memory = _stacked([self._recall(w) for w in work], stack)
+        letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(shared) if isinstance(leaf, Tensor)]
+        took = self._took(exchange, "start", lambda _, *args: start(*args), letter, own, memory, steps)
+        carry = lift(start)(own, memory, steps)
+        active, done = len(work), []
         for k in range(work[0].steps):
             still = sum(w.steps > k for w in work)
             if still < active:
                 ended = pytree.tree_map(lambda t, still=still: t[still:], carry)
-                done.append((work[still:active], ended, batches.samples, gradients))
+                done.append((work[still:active], ended, took._replace(samples=batches.samples)))
                 carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
                 active = still
-            carry, more = self._step(exchange, k == 0, carry, batches.at(k, active), lift)
-            gradients += more
-        for part, final, *took in [(work[:active], carry, batches.samples, gradients), *done]:
-            yield Part(part, lift(role.finish)(final), *took)
+            carry, more = self._step(exchange, "step" if k else "first", carry, batches.at(k, active), lift)
+            took = took.then(more)
+        for part, final, before in [(work[:active], carry, took._replace(samples=batches.samples)), *done]:
+            last = self._took(exchange, "finish", role.finish, final)
+            yield Part(part, lift(role.finish)(final), before.then(last))
 
-    def _step(self, exchange: Exchange, first: bool, carry: Any, batch: Any, lift: Lift) -> tuple[Any, int]:
-        """One step of a stack, and the gradient-equivalents each client spent on it.
+    def _took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
+        return self._use(exchange, place, fn, *pytree.tree_flatten(args))[1]
+
+    def _use(
+        self, exchange: Exchange, place: str, fn: Callable[..., Any], values: list[Tensor], form: pytree.TreeSpec
+    ) -> tuple[str, Took]:
+        """The name of a part of a task, by its shapes, and what it takes of one client.
+
+        That is measured once, by running the first client of the stack alone: a stack holds more than its clients
+        would, and a trace leaves out what is computed for nothing.
+        """
+        key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
+        if (names := self.names.get(key)) is None:
+            one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
+            self.names[key] = names = (_digest(key), _digest(one))
+        name, kind = names
+        if kind not in self.measured:
+            alone = [value[:1] for value in values]
+            with Meter() as meter:
+                single(fn)(*pytree.tree_unflatten(alone, form))
+            self.measured[kind] = (meter.flops, nbytes(alone) + meter.peak_bytes)
+        flops, peak_bytes = self.measured[kind]
+        return name, Took(flops=flops, peak_bytes=peak_bytes)
+
+    def _step(self, exchange: Exchange, place: str, carry: Any, batch: Any, lift: Lift) -> tuple[Any, Took]:
+        """One step of a stack, and what each client spent on it.
 
         Once it has been used often the step is traced, and replayed from then on. How often is in the checkpoint: a
         resumed run makes the same choice, and so the same bits, as one that was never stopped.
         """
         values, form = pytree.tree_flatten((carry, batch))
-        oracle, step = Oracle(self.problem), exchange.role.first if first else exchange.role.step
+        oracle, step = Oracle(self.problem), getattr(exchange.role, place)
         after = form
 
         def flat(*values: Tensor) -> list[Tensor]:
@@ -240,26 +285,24 @@ class Clients:
             leaves, after = pytree.tree_flatten(stepped)
             return leaves
 
+        name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
-        if lift is not stacked or moving:
-            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
-        key = (exchange.phase, first, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
-        if key not in self.names:
-            self.names[key] = blake2b(repr(key).encode(), digest_size=8).hexdigest()
-        name = self.names[key]
+        large = self.device == "cpu" and took.flops * len(values[0]) > TRACE_BELOW
+        if lift is not stacked or moving or large:
+            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         self.uses[name] = self.uses.get(name, 0) + 1
         if self.uses[name] <= TRACE_FROM:
-            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
-        if key not in self.traces:
+            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
+        if name not in self.traces:
             try:
-                self.traces[key] = (trace(flat, values), after, oracle.gradients)
+                self.traces[name] = (trace(flat, values), after, oracle.gradients)
             except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
                 log.info("phase %r is not traced: %s", exchange.phase, _first_line(error))
-                self.traces[key] = None
-        if (traced := self.traces[key]) is None:
-            return pytree.tree_unflatten(flat(*values), after), oracle.gradients
+                self.traces[name] = None
+        if (traced := self.traces[name]) is None:
+            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         run, after, gradients = traced
-        return pytree.tree_unflatten(run(*values), after), gradients
+        return pytree.tree_unflatten(run(*values), after), took._replace(gradients=gradients)
 
 
 def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
@@ -294,6 +337,11 @@ def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict
     return pytree.tree_map(stack, *values) if values[0] else {}
 
 
+def _digest(key: Hashable) -> str:
+    """A short name, the same in every process."""
+    return blake2b(repr(key).encode(), digest_size=8).hexdigest()
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0] or "no message"
 
@@ -315,17 +363,3 @@ def single(fn: Callable[..., Any]) -> Callable[..., Any]:
         return pytree.tree_map(lambda t: t.unsqueeze(0), fn(*pytree.tree_map(lambda t: t[0], args)))
 
     return run
-
-
-class _Allocations(TorchDispatchMode):
-    """Adds up the bytes of every new tensor: an upper bound of what a computation holds at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not any(returned.alias_info for returned in func._schema.returns):
-            self.bytes += nbytes(result)
-        return result

@@ -19,7 +19,7 @@ from fedbilevel import checks
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import Each, Ledger, QuorumError, Replies, Reply, Values
 from fedbilevel.federation.batches import passes
-from fedbilevel.federation.clients import Assignment, Exchange
+from fedbilevel.federation.clients import Assignment, Exchange, Took
 from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
 from fedbilevel.rng import fold_in, integers, root, subset
@@ -189,7 +189,8 @@ class Runtime(ABC):
         return [steps] * len(clients)
 
     def _accept(self, work: list[Assignment], values: Values, replies: Replies) -> None:
-        self.ledger.phase(replies.phase).bytes_up += nbytes(values)
+        sent = [nbytes(values) // len(work)] * len(work) if work else []
+        self.ledger.charge(replies.phase, [w.client for w in work], bytes_up=sent)
         self._add(work, values, replies)
 
     def _add(self, work: list[Assignment], values: Values, replies: Replies) -> None:
@@ -201,10 +202,9 @@ class Runtime(ABC):
         staleness = self.ledger.iterations - w.exchange.iteration
         return Reply(w.place, w.client, w.steps, len(self) * self.weights[w.client], staleness, values={})
 
-    def _count(self, phase: str, samples: int, gradients: int) -> None:
-        cost = self.ledger.phase(phase)
-        cost.samples += samples
-        cost.gradients += gradients
+    def _count(self, work: list[Assignment], took: Sequence[Sequence[int]]) -> None:
+        amounts = dict(zip(Took._fields, map(list, zip(*took, strict=True)), strict=True))
+        self.ledger.charge(work[0].exchange.phase, [w.client for w in work], **amounts)
 
     def _quorum(self, asked: int, replies: Replies) -> Replies:
         """The end of an `ask`."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 AHEAD = 1024  # posted tasks that are evaluated together, because one of them is due
 
-Ready = tuple[Values, int, int]  # a reply, and the samples and gradients it took
+Ready = tuple[Values, *tuple[int, ...]]  # a reply, and what it took
 
 
 class Ending(NamedTuple):
@@ -171,7 +171,7 @@ class SimulatedFederation(Runtime):
         if exchange.role.remembers:  # what was posted before comes before
             self._evaluate([w for w in map(self.pending.get, clients) if w])
         for part in self.engine.run(_computed(work, lost)):
-            self._count(phase, len(part.work) * part.samples, len(part.work) * part.gradients)
+            self._count(part.work, [part.took] * len(part.work))
             kept = [j for j, w in enumerate(part.work) if w.number not in lost]
             self._accept(*chosen(part.work, part.values, kept), replies)
         for ending in sorted(endings):
@@ -225,9 +225,9 @@ class SimulatedFederation(Runtime):
         conditions, faults = self.environment, self.environment.faults
         if not work:
             return []
-        cost = self.ledger.phase(work[0].exchange.phase)
-        cost.bytes_down += sum(nbytes(dict(w.each)) for w in work)
-        cost.bytes_down += sum(tasks * nbytes(e.shared) for e, tasks in Counter(w.exchange for w in work).items())
+        shared = {exchange: nbytes(exchange.shared) for exchange in {w.exchange for w in work}}
+        sent = [shared[w.exchange] + nbytes(dict(w.each)) for w in work]
+        self.ledger.charge(work[0].exchange.phase, [w.client for w in work], bytes_down=sent)
         if conditions.delay is None and faults is None:
             return [Ending(self.now, w.number, 0, w.client, False) for w in work]
         keys, clients = torch.tensor([w.key for w in work]), [w.client for w in work]
@@ -257,9 +257,9 @@ class SimulatedFederation(Runtime):
     def _take(self, work: list[Assignment]) -> Values:
         """What these posted tasks have computed, as a stack."""
         self._evaluate(work)
-        rows, samples, gradients = zip(*(self.ready.pop(w.client) for w in work), strict=True)
-        self._count(work[0].exchange.phase, sum(samples), sum(gradients))
-        return join(rows)
+        ready = [self.ready.pop(w.client) for w in work]
+        self._count(work, [took for _, *took in ready])
+        return join([values for values, *_ in ready])
 
     def _evaluate(self, needed: list[Assignment]) -> None:
         """Compute the replies of these posted tasks, and of more of those under way while at it."""
@@ -269,7 +269,7 @@ class SimulatedFederation(Runtime):
         missing |= dict(itertools.islice(self.pending.items(), AHEAD))
         for part in self.engine.run(list(missing.values())):
             for j, w in enumerate(part.work):
-                self.ready[w.client] = (row(part.values, j), part.samples, part.gradients)
+                self.ready[w.client] = (row(part.values, j), *part.took)
                 self.pending.pop(w.client, None)
 
     def _add(self, work: list[Assignment], values: Values, replies: Replies) -> None:

@@ -1,5 +1,6 @@
 """Runs grouped into curves and a ranked table: the numbers behind the page and the figure."""
 
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,13 +58,14 @@ class Axis:
         return spread.show(0 if whole or scaled >= 100 else 1 if scaled >= 10 else 2, divisor, unit)
 
 
-COUNT = ("", "k", "M", "G", "T")
+COUNT = ("", "k", "M", "G", "T", "P")
 AXES = {
     axis.key: axis
     for axis in (
         Axis("round", "Communication rounds", ("",)),
         Axis("bytes", "Bytes up and down", ("B", "kB", "MB", "GB", "TB")),
         Axis("gradients", "Gradients", COUNT),
+        Axis("flops", "Operations", tuple(f"{prefix}FLOP" for prefix in COUNT)),
         Axis("samples", "Samples", COUNT),
         Axis("virtual_s", "Virtual time", ("s",)),
         Axis("wall_s", "Wall time", ("s",)),
@@ -114,6 +116,8 @@ class Row:
     statuses: dict[str, int]
     accuracy: Spread | None
     loss: Spread | None
+    flops: Spread | None
+    peak: Spread | None
     cost: dict[str, dict[float, Spread | None]]
 
     def reached(self, axis: str) -> dict[float, Spread]:
@@ -214,6 +218,8 @@ def rows(groups: Iterable[Group]) -> list[Row]:
                 statuses=dict(Counter(run.status for run in g.runs)),
                 accuracy=spread(_final(run, "test_accuracy") for run in g.runs),
                 loss=spread(_final(run, "upper_loss") for run in g.runs),
+                flops=spread(_final(run, "flops") for run in g.runs),
+                peak=spread([max(_final(run, "peak_bytes") for run in g.runs)]),
                 cost={axis: {t: spread(c[axis][t] for c in costs) for t in TARGETS} for axis in AXES},
             )
         )
@@ -266,5 +272,26 @@ def ledger(group: Group) -> dict[str, dict[str, float]]:
     """What each phase cost, mean over the group's finished seeds; a phase that a seed never entered cost it nothing."""
     ledgers = [run.summary["ledger"] for run in group.runs if run.summary is not None]
     phases = dict.fromkeys(phase for entry in ledgers for phase in entry)
-    columns = ("rounds", "bytes_up", "bytes_down", "samples", "gradients")
-    return {p: {c: float(np.mean([e[p][c] if p in e else 0 for e in ledgers])) for c in columns} for p in phases}
+    columns = ("rounds", "bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes")
+    return {p: {c: float(np.mean([_cost(e, p, c) for e in ledgers])) for c in columns} for p in phases}
+
+
+def _cost(ledger: dict[str, dict[str, float]], phase: str, column: str) -> float:
+    return ledger[phase].get(column, np.nan) if phase in ledger else 0.0  # older runs have fewer columns
+
+
+PAID = ("flops", "bytes_up", "bytes_down")
+
+
+def clients(group: Group) -> list[dict[str, float]]:
+    """What a client paid, mean over the group's finished seeds: a line for those of one peak memory."""
+    alike: dict[float, list[dict[str, float]]] = defaultdict(list)
+    seeds = [run.summary.get("clients", []) for run in group.runs if run.summary is not None]
+    for entry in itertools.chain(*seeds):
+        alike[entry["peak_bytes"]].append(entry)
+    found = []
+    for peak, entries in sorted(alike.items()):
+        counts = [entry["clients"] for entry in entries]
+        means = {c: float(np.average([e[c] for e in entries], weights=counts)) for c in PAID}
+        found.append({"clients": sum(counts) / len(seeds), "peak_bytes": peak, **means})
+    return found

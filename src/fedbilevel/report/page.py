@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -22,6 +22,7 @@ from fedbilevel.report.curves import (
     Group,
     Row,
     Spread,
+    clients,
     curve,
     differences,
     drawable,
@@ -31,8 +32,11 @@ from fedbilevel.report.curves import (
     look,
     ranked,
     rows,
+    spread,
 )
 from fedbilevel.runs.folder import RunFolder
+
+Line = tuple[str, Mapping[str, float]]
 
 LEDGER = {
     "rounds": ("Rounds", AXES["round"]),
@@ -40,7 +44,10 @@ LEDGER = {
     "bytes_down": ("Bytes down", AXES["bytes"]),
     "samples": ("Samples", AXES["samples"]),
     "gradients": ("Gradients", AXES["gradients"]),
+    "flops": ("Operations", AXES["flops"]),
+    "peak_bytes": ("Peak memory", AXES["bytes"]),
 }
+CLIENTS = {key: LEDGER[key] for key in ("peak_bytes", "flops", "bytes_up", "bytes_down")}
 
 
 def page(runs: Sequence[RunFolder]) -> str:
@@ -92,7 +99,13 @@ values. Mean ± standard deviation over seeds; (3/5): over the 3 of 5 seeds that
 </section>
 <section aria-labelledby="cost">
 <h2 id="cost">Cost by phase</h2>
-{_ledger(groups)}
+{_costs("Phase", LEDGER, [(g.label, list(ledger(g).items())) for g in groups])}
+</section>
+<section aria-labelledby="clients">
+<h2 id="clients">Cost by client</h2>
+{_costs("Clients", CLIENTS, [(g.label, [(_number(c["clients"]), c) for c in clients(g)]) for g in groups])}
+<p class="note">What one client paid in the whole run, on average over those of equal peak memory.
+Operations are the multiplications and additions of matrix products and convolutions.</p>
 </section>
 <section aria-labelledby="configuration">
 <h2 id="configuration">Configuration</h2>
@@ -251,19 +264,23 @@ def _unfinished(groups: Sequence[Group]) -> str:
     return f"<ul>{items}</ul>" if items else ""
 
 
-def _ledger(groups: Sequence[Group]) -> str:
+def _costs(by: str, columns: Mapping[str, tuple[str, Axis]], costs: Sequence[tuple[str, Sequence[Line]]]) -> str:
+    """What each group cost, in lines of its own."""
     body = ""
-    for g in groups:
-        phases = ledger(g)
-        label = _th(g.label, "name", "rowgroup", f"rowspan={len(phases)}")
-        for phase, cost in phases.items():
-            cells = "".join(_td(axis.show(Spread(cost[key], 0, 1))) for key, (_, axis) in LEDGER.items())
-            body += f"<tr>{label}{_th(phase, scope='row')}{cells}</tr>"
+    for group_label, lines in costs:
+        label = _th(group_label, "name", "rowgroup", f"rowspan={len(lines)}")
+        for name, cost in lines:
+            cells = "".join(_spread(spread([cost[key]]), 1, axis.show) for key, (_, axis) in columns.items())
+            body += f"<tr>{label}{_th(name, scope='row')}{cells}</tr>"
             label = ""
     if not body:
         return "<p>No run is finished yet.</p>"
-    head = _th("Algorithm", "name") + _th("Phase", "text") + "".join(_th(name) for name, _ in LEDGER.values())
-    return _table("Cost by phase", head, body)
+    head = _th("Algorithm", "name") + _th(by, "text") + "".join(_th(name) for name, _ in columns.values())
+    return _table(f"Cost by {by.lower()}", head, body)
+
+
+def _number(count: float) -> str:
+    return f"{count:,.{0 if count % 1 == 0 else 1}f}"
 
 
 def _differences(groups: Sequence[Group]) -> str:

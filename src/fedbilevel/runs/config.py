@@ -53,6 +53,7 @@ class Every(Strict):
     bytes: Amount | None = None
     samples: Amount | None = None
     gradients: Amount | None = None
+    flops: Amount | None = None
     virtual_s: Amount | None = None
     wall_s: Amount | None = None
 
@@ -74,6 +75,7 @@ class Stop(Strict):
     bytes: Amount | None = None
     samples: Amount | None = None
     gradients: Amount | None = None
+    flops: Amount | None = None
     virtual_s: Amount | None = None
     wall_s: Amount | None = None
     test_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -362,7 +364,7 @@ def _object(place: str, key: str, kind: Callable[..., Any], table: Any) -> Any:
 
 def _model(of: Callable[..., Any], without: Iterable[str] = ()) -> type[BaseModel]:
     """The keyword arguments of a function or of a dataclass, as a table to check."""
-    hints = get_type_hints(of.__init__ if inspect.isclass(of) else of)
+    hints = get_type_hints(of)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(of).parameters.items():
         if name not in without and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):

@@ -25,6 +25,7 @@ from fedbilevel.solve import Run
 from fedbilevel.tree import is_finite
 
 TARGETS = ("0.8", "0.9", "0.93", "0.95", "0.97")
+SPENT = ("bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes", "virtual_s", "wall_s")
 EXTENSIBLE = ("rounds", "stop")  # what may differ when a run goes on
 
 
@@ -119,9 +120,10 @@ class Recorder:
             "final_test_accuracy": accuracies[-1][1] if accuracies else None,
             "best_test_accuracy": max(a for _, a in accuracies) if accuracies else None,
             "rounds_to": reached,
-            **{key: last[key] for key in ("bytes_up", "bytes_down", "samples", "gradients", "virtual_s", "wall_s")},
+            **{key: last[key] for key in SPENT},
             "refused_replies": run.fed.ledger.refused_replies,
             "lost_tasks": run.fed.ledger.lost_tasks,
+            "clients": run.fed.ledger.clients.groups(),
             "ledger": {name: asdict(cost) for name, cost in run.fed.ledger.phases.items()},
         }
 

@@ -30,7 +30,7 @@ from fedbilevel.rng import fold_in, root, rows
 from fedbilevel.tasks import Task
 from fedbilevel.tree import Tree, dot, zeros_like
 
-IMAGES = 100  # through a backbone at once, when testing: they stay in the cache of a core
+IMAGES = 2000, 100  # through a backbone at once, when testing; on a CPU they stay in the cache of a core
 
 
 def few_shot(
@@ -91,7 +91,7 @@ def few_shot(
         device = y["head.bias"].device
         pool = source.test[used].to(device)
         if adapt != "all":  # the backbone stays: one pass serves all episodes
-            found = [learner.features(x, images) for images in pool.flatten(0, 1).split(IMAGES)]
+            found = [learner.features(x, images) for images in pool.flatten(0, 1).split(IMAGES[device.type == "cpu"])]
             pool = torch.cat(found).unflatten(0, (-1, drawings))
         drawn = pool[place[..., None].to(device), order.to(device)]  # (episodes, ways, drawings, ...)
         support, query = drawn[:, :, :shots].flatten(1, 2), drawn[:, :, shots:].flatten(1, 2)

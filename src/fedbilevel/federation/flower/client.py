@@ -55,6 +55,7 @@ class Node:
         """From the `--node-config` of a SuperNode."""
         known = {"partition-id": "partition", "client-data": "client_data", "task": "task", "data-dir": "data_dir"}
         known |= {"device": "device"}
+        settings = {key: value for key, value in settings.items() if key != "num-partitions"}  # of Flower's simulations
         for key in settings:
             checks.one_of("node-config", key, known)
         if "partition-id" not in settings:
@@ -118,7 +119,7 @@ class Worker:
             self.memory.parent.mkdir(parents=True, exist_ok=True)
             checkpoint.save(self.memory, {"number": number, "before": before, "after": after})
         values = {name: _first(value) for name, value in part.values.items()}
-        return {"number": number, "values": values, "samples": part.samples, "gradients": part.gradients}
+        return {"number": number, "values": values, "took": part.took._asdict()}
 
     def _recall(self, number: int) -> dict[str, Any]:
         """What the client remembers; of a task that is sent again, what it remembered then."""

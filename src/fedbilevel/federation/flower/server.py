@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.environment import Environment
 from fedbilevel.federation import losses
 from fedbilevel.federation.base import Each, QuorumError, Replies, Values, join, log, wrong
-from fedbilevel.federation.clients import Assignment, Exchange
+from fedbilevel.federation.clients import Assignment, Exchange, Took
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.flower import warm
 from fedbilevel.federation.flower.wire import WireError, decode, encode
@@ -82,8 +83,7 @@ class Ended:
 
     work: Assignment
     values: Values | None = None
-    samples: int = 0
-    gradients: int = 0
+    took: Took = Took()  # noqa: RUF009  (a tuple)
     why: str = ""
 
 
@@ -235,8 +235,7 @@ class FlowerFederation(Runtime):
     # Messages
 
     def _push(self, message: Message) -> str | None:
-        (found,) = self.grid.push_messages([message])
-        return found or None
+        return next(iter(self.grid.push_messages([message])), None) or None
 
     def _pull(self, message: str) -> Got | None:
         """The reply to a message, if it is there. One at a time: a reply that cannot be read takes no other along."""
@@ -275,7 +274,8 @@ class FlowerFederation(Runtime):
         if flight.message is None:
             self.members.node.pop(w.client, None)
         else:
-            self.ledger.phase(e.phase).bytes_down += nbytes(dict(e.shared)) + nbytes(dict(w.each))
+            sent = nbytes(dict(e.shared)) + nbytes(dict(w.each))
+            self.ledger.charge(e.phase, [w.client], bytes_down=[sent])
 
     def _advance(self, flights: dict[int, Flight]) -> Iterator[Ended]:
         """Send what can be sent, take what has come, and say which tasks have ended."""
@@ -312,8 +312,8 @@ class FlowerFederation(Runtime):
             declared = w.exchange.role.reply
             if why := wrong(values, declared, self.problem, w.exchange.submodel) or self._suspicious(values):
                 raise WireError(why)
-            samples, gradients = (checks.integer(name, said[name], least=0) for name in ("samples", "gradients"))
-            return Ended(w, pytree.tree_map(lambda t: t.to(self.device), values), samples, gradients)
+            took = Took(*(checks.integer(name, said["took"][name], least=0, most=2**62) for name in Took._fields))
+            return Ended(w, pytree.tree_map(lambda t: t.to(self.device), values), took)
         except KeyError as error:
             return Ended(w, why=f"the reply has no {error}")
         except (ValueError, TypeError) as error:
@@ -351,7 +351,7 @@ class FlowerFederation(Runtime):
             elif end.values is None:
                 self.ledger.lost_tasks += 1
             else:
-                self._count(replies.phase, end.samples, end.gradients)
+                self._count([end.work], [end.took])
         for group in by_submodel([end.work for end in good]):
             alike = [good[j] for j in group]
             self._accept([end.work for end in alike], join([end.values or {} for end in alike]), replies)
@@ -466,7 +466,7 @@ def main(grid: Grid, context: Context) -> None:
     if report:
         replace_file(report, json.dumps({"pid": os.getpid()}))
     try:
-        status, why = _run(grid, job, folder), ""
+        status, why = run_job(grid, job, folder), ""
     except Exception as error:
         status, why = "failed", " ".join(f"{error}".split()) or type(error).__name__
         log.error("%s", why)
@@ -476,7 +476,8 @@ def main(grid: Grid, context: Context) -> None:
         replace_file(report, json.dumps({"pid": os.getpid(), "status": status, "error": why}))
 
 
-def _run(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
+def run_job(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
+    """Run the experiment that a job names, over this grid."""
     warm.quicken()
     place, table = configs.read(str(job["experiment"]))
     config = configs.resolve(place, table)
@@ -496,7 +497,7 @@ def _run(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
     lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(lines)
     log.setLevel(logging.INFO)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
         signal.signal(number, lambda *_: run.stop())
     for _ in recorder:
         pass
