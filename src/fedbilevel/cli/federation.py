@@ -168,7 +168,7 @@ def simulate(config: Config, folder: Path, resume: bool, data_dir: Path | None) 
                 failed.append(error)
 
         clients = len(config.load_task(data_dir).clients)
-        one_core = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+        one_core: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
         run_simulation(app, client.app, clients, backend_config=one_core)
     if failed:
         raise failed[0]

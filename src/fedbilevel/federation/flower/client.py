@@ -6,6 +6,7 @@ late, restart, or serve several runs. What the client remembers between tasks st
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from fedbilevel.oracle import Oracle
 from fedbilevel.problem import ClientData
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs import config as configs
+from fedbilevel.runs.runner import load
 from fedbilevel.submodels import Submodel, units
 from fedbilevel.tree import Tree
 
@@ -74,9 +76,7 @@ class Worker:
             # Whoever may name any module:function may run anything here.
             raise WireError(f"the experiment's task is {name!r:.80}; this node allows {node.task or 'no own task'}")
         self.node, self.client = node, node.partition
-        self.config = configs.resolve("the server's experiment", table, overrides={"device": node.device})
-        torch.set_num_threads(self.config.table["runtime"]["threads"])
-        task = self.config.load_task(Path(node.data_dir) if node.data_dir else None)
+        self.config, task = _load(json.dumps(table), node.device, node.data_dir)
         self.problem = task.problem.to(node.device)
         self.data = self._data(task)
         environment, algorithm = self.config.environment, self.config.algorithm
@@ -148,6 +148,12 @@ class Worker:
         with torch.no_grad():
             upper, lower = found(_to(x, self.node.device), _to(y, self.node.device), found.batch)
         return {"client": self.client, "upper": float(upper), "lower": float(lower)}
+
+
+@functools.lru_cache(maxsize=1)  # shared by the clients that one process of Flower's simulation plays
+def _load(table: str, device: str, data_dir: str | None) -> tuple[configs.Config, tasks.Task]:
+    config = configs.resolve("the server's experiment", json.loads(table), overrides={"device": device})
+    return config, load(config, Path(data_dir) if data_dir else None)
 
 
 def _to(value: Any, device: str) -> Any:

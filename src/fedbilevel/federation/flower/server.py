@@ -444,6 +444,7 @@ class FlowerFederation(Runtime):
         total = sum(self.weights[client] for client in said)
         means = [sum(self.weights[c] * pair[j] for c, pair in said.items()) / total for j in (0, 1)] if said else []
         upper, lower = means or (float("nan"), float("nan"))
+        self.ledger.virtual_s = self.now
         return {"upper_loss": upper, "lower_loss": lower}
 
     def snapshot(self) -> dict[str, Any]:
