@@ -48,13 +48,13 @@ class Relay:
         target.close()
 
 
-def in_process(config: configs.Config) -> tuple[float, float]:
-    """Seconds a round, with the experiment's evaluations and without."""
-    run, times = prepare(config), [time.perf_counter()]
+def in_process(config: configs.Config, warm_up: int = 0) -> tuple[float, float]:
+    """Seconds a round, with the experiment's evaluations and without; after so many rounds steps are traced."""
+    run, times = prepare(config), []
     for _ in run:
-        times.append(time.perf_counter())
-    rounds = run.fed.ledger.rounds
-    return (times[-1] - times[1]) / rounds, run.fed.ledger.wall_s / rounds
+        times.append((time.perf_counter(), run.fed.ledger.wall_s))
+    (began, before), (ended, after), rounds = times[warm_up], times[-1], run.fed.ledger.rounds - warm_up
+    return (ended - began) / rounds, (after - before) / rounds
 
 
 def warm_nodes(config: configs.Config) -> tuple[float, float]:
@@ -100,10 +100,9 @@ def rows() -> list[Row]:
     budget = {"rounds": ROUNDS, "every": ROUNDS, "runtime.threads": 1}
     wide = configs.resolve(*configs.read("digits"), overrides={**budget, **WIDE})
     seconds, bytes_ratio = warm_nodes(wide)
-    inside = in_process(wide)
-    found.append(
-        Row("bytes on the wire / bytes of the tensors, 160k parameters", bytes_ratio, "at most 1.05", "warm nodes")
-    )
+    _, inside = in_process(wide)
+    title = "bytes on the wire / bytes of the tensors, 160k parameters"
+    found.append(Row(title, bytes_ratio, "at most 1.05", f"{NODES} warm nodes, polls and headers included"))
     detail = f"{seconds:.2f} s and {1e3 * inside:.0f} ms a round, {seconds / NODES:.2f} s a message"
     found.append(Row(f"a round on {NODES} warm nodes / in process", seconds / inside, "", detail))
     try:
@@ -115,8 +114,11 @@ def rows() -> list[Row]:
         if name == "mnist" and not Path(os.environ.get("FEDBILEVEL_DATA", ""), "mnist").is_dir():
             print("MNIST is not in $FEDBILEVEL_DATA: left out")
             continue
-        config = configs.resolve(*configs.read(name), overrides={"rounds": 100, "runtime.threads": 1})
-        (inside, bare), (outside, bare_outside) = in_process(config), on_ray(config)
+        long, short = (
+            configs.resolve(*configs.read(name), overrides={"rounds": rounds, "every": 1, "runtime.threads": 1})
+            for rounds in (200, 40)
+        )
+        (inside, bare), (outside, bare_outside) = in_process(long, warm_up=100), on_ray(short)
         title = f"rounds a second in process / on Flower's simulation engine, simfbo on {name} as it ships"
         detail = f"{1 / inside:.1f} and {1 / outside:.2f} rounds/s; without evaluations {bare_outside / bare:.1f}x"
         found.append(Row(title, outside / inside, limit, detail))

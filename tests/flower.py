@@ -7,15 +7,19 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.flower import client, server
 from fedbilevel.federation.flower.server import FlowerFederation
+from fedbilevel.problem import ClientData
 from fedbilevel.runs import config as configs
 from fedbilevel.runs.runner import load, run_of, simulation
 from fedbilevel.solve import Run
+from fedbilevel.tasks import Task
+from fedbilevel.tasks.quadratic import quadratic
 
 Handler = Callable[[Message], Message]
 
@@ -64,10 +68,12 @@ def config(table: dict[str, Any], **overrides: Any) -> configs.Config:
     return configs.resolve("test", table, overrides={"runtime.threads": 1, **overrides})
 
 
-def federation(grid: Any, found: configs.Config, conduct: Conduct | None = None) -> tuple[FlowerFederation, Run]:
+def federation(
+    grid: Any, found: configs.Config, conduct: Conduct | None = None, clients: int = 0
+) -> tuple[FlowerFederation, Run]:
     task, experiment = load(found), found.experiment
     fed = FlowerFederation(
-        *(grid, task.problem, len(task.clients), found.algorithm, found.environment, found.table),
+        *(grid, task.problem, clients or len(task.clients), found.algorithm, found.environment, found.table),
         conduct or found.conduct,
         weights=experiment.weights,
         seed=experiment.seed,
@@ -112,3 +118,15 @@ def clock(monkeypatch: Any) -> Callable[[float], None]:
         now[0] += seconds
 
     return later
+
+
+def own_data(partition: int) -> ClientData:
+    """A client's own data, for the quadratic of 3 and 2 dimensions."""
+    eye = torch.eye(2, dtype=torch.float64).expand(1, 2, 2)
+    rest = [torch.full(shape, float(partition), dtype=torch.float64) for shape in ((1, 2, 3), (1, 2), (1, 2), (1, 3))]
+    return ClientData(train=(eye, rest[0], rest[1]), val=(rest[2], rest[3], rest[0]))
+
+
+def own_task() -> Task:
+    """A task without clients, as a server has it whose clients bring their own data."""
+    return Task(quadratic(clients=1, dim_x=3, dim_y=2).problem, [])

@@ -8,16 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cryptography import x509
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbilevel import algorithms
-from fedbilevel.federation import QuorumError
+from fedbilevel.cli import main
+from fedbilevel.cli.federation import with_clients
+from fedbilevel.federation import QuorumError, SimulatedFederation
 from fedbilevel.federation.conduct import Conduct
-from fedbilevel.federation.flower import client
+from fedbilevel.federation.flower import client, keys, warm
 from fedbilevel.federation.flower.wire import WireError, decode, encode
+from fedbilevel.runs import config as configs
+from fedbilevel.tasks import Task
 from fedbilevel.tree import Tree, flatten
 from tests.conformance.cases import CASES
-from tests.flower import Grid, clock, config, error, federation, only, quickly, simulated
+from tests.flower import Grid, clock, config, error, federation, only, own_data, own_task, quickly, simulated
 
 TABLE: dict[str, Any] = {
     "task": {"name": "quadratic", "clients": 4, "dim_x": 3, "dim_y": 2, "samples": 6, "noise": 0.5},
@@ -360,3 +365,61 @@ def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once() -> No
 def test_what_only_a_simulation_can_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"environment\.delay is for simulations"):
         federation(Grid(4), config({**TABLE, "environment": {"delay": {"model": "constant"}}}))
+
+
+def test_clients_bring_their_own_data_and_a_server_needs_none() -> None:
+    grid = Grid(3)
+    for node in grid.nodes.values():
+        node |= {"client-data": "tests.flower:own_data", "task": "tests.flower:own_task"}
+    table = {"task": {"name": "tests.flower:own_task"}, "algorithm": {"name": "simfbo"}}
+    fed, run = federation(grid, config(table), clients=3)
+    run.advance()
+    task = Task(own_task().problem, [own_data(j) for j in range(3)])
+    calm = SimulatedFederation(task.problem, task.clients, config(table).algorithm)
+    state = calm.algorithm.iterate(calm.algorithm.init(task.problem), calm)
+    assert torch.allclose(flatten(run.state.x), flatten(state.x), rtol=0, atol=1e-12)
+    assert fed.present == [0, 1, 2]
+
+
+def test_keys_are_for_their_owner_and_are_not_made_twice(tmp_path: Any) -> None:
+    made = keys.make(tmp_path, 2, ["fl.example.org", "10.0.0.1"])
+    assert len(made) == 8
+    for path in made:
+        secret = path.suffix == ".key" or (path.parent.name == "clients" and path.suffix != ".pub")
+        assert (path.stat().st_mode & 0o077 == 0) == secret
+    authority, server = (x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in (keys.CA, keys.SERVER))
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert warm.load_key(tmp_path / "clients/client-1")[1].curve.name == "secp384r1"
+    assert keys.make(tmp_path, 3, ["other"]) == [tmp_path / "clients/client-2", tmp_path / "clients/client-2.pub"]
+    with pytest.raises(ValueError, match="is no private key"):
+        warm.load_key(tmp_path / keys.SERVER)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("serve digits --host 0.0.0.0", "no keys are given"),
+        ("join 10.0.0.1:8000 --partition 0", "no keys are given"),
+        ("join 10.0.0.1 --partition 0", "must be host:port"),
+        ("join 127.0.0.1:1 --partition 0 --client-data nowhere:load", "cannot be imported"),
+        ("serve digits --keys nowhere", "has no ca.crt"),
+        ("serve digits --clients 4 --set conduct.deadline_s=0", "deadline_s is 0"),
+        ("run digits --stock", "for --federation flower"),
+    ],
+)
+def test_what_cannot_start_says_so_in_one_line(command: str, why: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert why in said
+    assert said.count("\n") == 1
+
+
+def test_fewer_clients_than_take_part_all_take_part() -> None:
+    place, table = configs.read("digits")
+    found = with_clients(lambda changes: configs.resolve(place, table, overrides=changes), 4)
+    assert found.environment.participation == 4
+    assert len(found.load_task(None).clients) == 4

@@ -30,7 +30,7 @@ from fedbilevel.federation.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 START_S = 60.0
 CONNECTION = "fedbilevel"
-SERVER_APP = "fedbilevel.federation.flower.server:app"
+SERVER_APP = "fedbilevel.federation.flower.app:app"
 APP = f"""
 [project]
 name = "fedbilevel-app"

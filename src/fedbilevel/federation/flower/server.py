@@ -6,23 +6,17 @@ checking what arrives, quorums, and the checkpoint.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import secrets
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from flwr.app import Context, Message, RecordDict
-from flwr.serverapp import Grid, ServerApp
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -33,20 +27,11 @@ from fedbilevel.federation import losses
 from fedbilevel.federation.base import Each, QuorumError, Replies, Values, join, log, wrong
 from fedbilevel.federation.clients import Assignment, Exchange, Took
 from fedbilevel.federation.conduct import Conduct
-from fedbilevel.federation.flower import warm
 from fedbilevel.federation.flower.wire import WireError, decode, encode
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel
 from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
-from fedbilevel.runs import config as configs
-from fedbilevel.runs.record import Recorder
-from fedbilevel.runs.record import replace as replace_file
-from fedbilevel.runs.runner import load, run_of
 from fedbilevel.tree import Tree, flatten, nbytes, norm
-
-LOG = "server.log"  # in the run's folder: who came and went, what was refused
-
-app = ServerApp()
 
 POLL_S = 0.02  # between looks for replies
 NODES_S = 0.5  # between looks for nodes
@@ -457,50 +442,3 @@ class FlowerFederation(Runtime):
         self.lost = list(snapshot["lost"])
         self.ledger.lost_tasks += len(self.lost)
         self.before, self.began = snapshot["now"], time.monotonic()
-
-
-@app.main()
-def main(grid: Grid, context: Context) -> None:
-    """A run as `flwr run` starts it; its settings are in `deployment.APP`."""
-    job = context.run_config
-    folder, report = Path(str(job["out"])), Path(str(job["report"])) if job["report"] else None
-    if report:
-        replace_file(report, json.dumps({"pid": os.getpid()}))
-    try:
-        status, why = run_job(grid, job, folder), ""
-    except Exception as error:
-        status, why = "failed", " ".join(f"{error}".split()) or type(error).__name__
-        log.error("%s", why)
-        if not report:
-            raise
-    if report:
-        replace_file(report, json.dumps({"pid": os.getpid(), "status": status, "error": why}))
-
-
-def run_job(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
-    """Run the experiment that a job names, over this grid."""
-    warm.quicken()
-    place, table = configs.read(str(job["experiment"]))
-    config = configs.resolve(place, table)
-    task = load(config, Path(str(job["data-dir"])) if job["data-dir"] else None)
-    experiment, clients = config.experiment, int(job["clients"]) or len(task.clients)
-    fed = FlowerFederation(
-        *(grid, task.problem.to(experiment.device), clients, config.algorithm, config.environment),
-        *(config.table, config.conduct),
-        weights=experiment.weights,
-        seed=experiment.seed,
-        device=experiment.device,
-    )
-    run = run_of(config, task, fed)
-    recorder = Recorder(run, folder, config.table, bool(job["resume"]), experiment.checkpoint_every)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = logging.FileHandler(folder / LOG, encoding="utf-8")
-    lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(lines)
-    log.setLevel(logging.INFO)
-    for number in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
-        signal.signal(number, lambda *_: run.stop())
-    for _ in recorder:
-        pass
-    log.info("%s after %d rounds", run.status, fed.ledger.rounds)
-    return run.status
