@@ -108,7 +108,7 @@ def rows() -> list[Row]:
     try:
         import ray  # noqa: F401
     except ImportError:
-        print("Ray is not installed (pip install 'flwr[simulation]==1.41.0'): left out")
+        print("Ray is not installed (pip install 'fedbilevel[ray]'): left out")
         return found
     for name, limit in (("digits", "at least 20"), ("mnist", "")):
         if name == "mnist" and not Path(os.environ.get("FEDBILEVEL_DATA", ""), "mnist").is_dir():

@@ -51,7 +51,7 @@ class Follower:
         self.places = {name: (folder / name).stat().st_size if (folder / name).exists() else 0 for name in (LOG,)}
         self.stopping = 0
 
-    def follow(self, superlink: subprocess.Popen[bytes]) -> dict[str, Any]:
+    def follow(self, site: Deployment) -> dict[str, Any]:
         """Wait for the end; what the server said last."""
         stopped_at = 0.0
         while True:
@@ -59,7 +59,8 @@ class Follower:
             self._show()
             if "status" in said:
                 return said
-            if superlink.poll() is not None or ("pid" in said and not deployment.alive(said["pid"])):
+            site.check()
+            if "pid" in said and not deployment.alive(said["pid"]):
                 said = deployment.read_report(self.report)
                 return said if "status" in said else {"status": "failed", "error": "the server was killed"}
             if self.stopping and "pid" in said:
@@ -128,7 +129,7 @@ def serve(
             follower.stopping = stopped[0]
 
         with _stop_signals(stop):
-            superlink = site.superlink()
+            site.superlink()
             experiment = site.folder / "experiment.toml"
             experiment.write_text(tomli_w.dumps(without_none(config.table)), "utf-8")
             job: dict[str, Any] = {"experiment": str(experiment), "out": str(folder), "resume": resume}
@@ -137,7 +138,7 @@ def serve(
             follower = Follower(report, folder, progress)
             if local:
                 local(site)
-            said = follower.follow(superlink)
+            said = follower.follow(site)
     if said["status"] == "failed" or not (folder / SUMMARY).exists():
         raise DeploymentError(said.get("error") or "the server was killed; --resume goes on from its last checkpoint")
     return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
@@ -149,10 +150,9 @@ def simulate(config: Config, folder: Path, resume: bool, data_dir: Path | None) 
         import ray  # noqa: F401
         from flwr.simulation import run_simulation
     except ImportError:
-        raise DeploymentError("Ray is not installed; `pip install 'flwr[simulation]==1.41.0'` brings it") from None
+        raise DeploymentError("Ray is not installed; `pip install 'fedbilevel[ray]'` brings it") from None
     folder = folder.resolve()
     check_folder(folder, config.table, resume)
-    os.environ.update(deployment.surroundings())
     app, failed = ServerApp(), list[Exception]()
     with tempfile.TemporaryDirectory() as work:
         experiment = Path(work, "experiment.toml")
@@ -186,6 +186,7 @@ def join(
 ) -> None:
     """Be a client until ended: a warm node in this process, or one of Flower's SuperNodes under our eyes."""
     if stays_warm:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("fedbilevel").setLevel(logging.INFO)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         settings = {"partition-id": node.partition, **_settings(node)}

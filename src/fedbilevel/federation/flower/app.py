@@ -65,8 +65,9 @@ def run_job(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
     lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(lines)
     log.setLevel(logging.INFO)
-    for number in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
-        signal.signal(number, lambda *_: run.stop())
+    if threading.current_thread() is threading.main_thread():
+        # SIGINT stays Flower's: with it a server is told that its SuperLink is gone.
+        signal.signal(signal.SIGTERM, lambda *_: run.stop())
     for _ in recorder:
         pass
     log.info("%s after %d rounds", run.status, fed.ledger.rounds)

@@ -89,6 +89,8 @@ class Worker:
 
     def _data(self, task: tasks.Task) -> ClientData:
         if self.node.client_data is None:
+            if not task.clients:
+                raise ValueError("client-data is missing; this task deals no data of its own")
             checks.integer("partition", self.client, least=0, most=len(task.clients) - 1)
             return task.clients[self.client]
         found = configs.imported("client-data", self.node.client_data)(self.client)

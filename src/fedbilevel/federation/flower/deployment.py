@@ -56,7 +56,7 @@ report = ""
 """
 
 
-class DeploymentError(RuntimeError):
+class DeploymentError(OSError):
     """A process that did not do its part, in one sentence."""
 
 
@@ -72,7 +72,7 @@ class Deployment:
             for name in (CA, SERVER, SERVER_KEY):
                 if not (self.keys / name).is_file():
                     raise FileNotFoundError(f"{self.keys} has no {name}; `fedbilevel keys {self.keys}` makes one")
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def address(self) -> str:
@@ -89,8 +89,13 @@ class Deployment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self.processes):  # the SuperLink last
+        for process in reversed(self.processes.values()):  # the SuperLink last
             end(process)
+        for report in self.folder.glob("report-*.json"):  # a server outlives its SuperLink by some seconds
+            pid = read_report(report).get("pid", 0)
+            with suppress(OSError):
+                if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
@@ -109,7 +114,7 @@ class Deployment:
                 start_new_session=True,  # Ctrl-C is for us to pass on
                 preexec_fn=_die_with_parent,
             )
-        self.processes.append(process)
+        self.processes[name] = process
         return process
 
     def superlink(self) -> subprocess.Popen[bytes]:
@@ -163,6 +168,12 @@ class Deployment:
         command += ["--warm"] if warm else []
         command += [part for key, value in (options or {}).items() for part in (f"--{key}", value)]
         return self.start(f"client-{partition}", list(map(str, command)))
+
+    def check(self) -> None:
+        """Whether everything that was started is still up."""
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                raise DeploymentError(f"{name} has ended: {self.last_line(name)}")
 
     def last_line(self, name: str) -> str:
         path = self.folder / f"{name}.log"
@@ -237,9 +248,8 @@ def tool(name: str) -> str:
 
 
 def surroundings() -> dict[str, str]:
-    """What Flower's processes find around them: its own commands, and no wish to call home."""
-    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**os.environ, "PATH": here, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    """What Flower's processes find around them: above all its own commands."""
+    return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
 
 
 def free_port() -> int:

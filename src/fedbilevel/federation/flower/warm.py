@@ -54,7 +54,7 @@ UPLOAD_S = 60.0  # a reply whose parts have not come by then is given up
 RETRY_S = 2.0
 
 
-class RefusedError(RuntimeError):
+class RefusedError(ConnectionError):
     """The SuperLink does not want this node."""
 
 
