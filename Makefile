@@ -22,7 +22,7 @@ demo: install
 	$(VENV)/bin/fedbilevel compare digits --seeds 3 --out runs/demo
 
 test: lint
-	$(PYTHON) -m pytest --numprocesses auto
+	$(PYTHON) -m pytest --numprocesses auto --dist loadgroup
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from benchmarks import clock, fused, scale, tool
+from benchmarks import clock, flower, fused, scale, tool
 from benchmarks.measure import show
 
 if __name__ == "__main__":
-    show([*fused.rows(), *scale.rows(), *clock.rows(), *tool.rows()], Path("bench.json"))
+    show([*fused.rows(), *scale.rows(), *clock.rows(), *tool.rows(), *flower.rows()], Path("bench.json"))

@@ -16,11 +16,11 @@ from fedbilevel.algorithms import SimFBO
 from fedbilevel.environment import Environment
 from fedbilevel.federation import SimulatedFederation
 from fedbilevel.federation.clients import single, stacked
+from fedbilevel.federation.losses import Losses
 from fedbilevel.hypergradient import line_search
 from fedbilevel.linear import CG, MatVec
 from fedbilevel.oracle import AnyBatch, Oracle
 from fedbilevel.problem import Batch, ClientData, Problem
-from fedbilevel.solve import Losses
 from fedbilevel.soundness import random_unit
 from fedbilevel.spectrum import extreme_eigenvalues
 from fedbilevel.tree import Tree, dot, flatten, norm, zeros_like

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedbilevel import algorithms, checks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
 from fedbilevel.federation import QuorumError, SimulatedFederation
-from fedbilevel.federation.clients import on_client, stacked
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
-from fedbilevel.rng import fold_in, root, rows, subset
+from fedbilevel.federation.runtime import Runtime
+from fedbilevel.problem import ClientData, Problem
 from fedbilevel.tree import Tree, is_finite
 
 Evaluate = Callable[[Tree, Tree], Mapping[str, float]]
 DIVERGED = 1e6  # times the upper loss at the start
-EVALUATION_CLIENTS, EVALUATION_SAMPLES = 100, 2048
 
 
 @dataclass
@@ -38,70 +29,6 @@ class Result:
     history: list[dict[str, Any]] = field(default_factory=list)
     status: str = "completed"
     reason: str = ""
-
-
-class Losses:
-    """The upper and lower loss over the clients, weighted as the problem is; of episodes, at the y they start from.
-
-    A federation can be too large to evaluate as a whole: at most `clients` of them, drawn once, are read, and about
-    `samples` a level. Up to that size the losses are exact.
-    """
-
-    def __init__(
-        self, fed: SimulatedFederation, clients: int = EVALUATION_CLIENTS, samples: int = EVALUATION_SAMPLES
-    ) -> None:
-        self.oracle = Oracle(fed.problem)
-        self.start = fed.problem.start
-        key = root(fed.seed, "evaluation")
-        chosen = subset(key, len(fed), min(len(fed), clients))
-        share = -(-samples // len(chosen))
-        groups: dict[Hashable, list[tuple[float, Batch]]] = defaultdict(list)
-        for i in chosen:
-            batch = on_client(i, "before round 1", functools.partial(self._batch, fed, i, fold_in(key, i), share))
-            form = i if fed.mode == "loop" else repr([t.shape for t in pytree.tree_leaves(batch)])
-            groups[form].append((fed.weights[i], batch))
-        total = sum(fed.weights[i] for i in chosen)
-        self.groups = [
-            (
-                [p / total for p, _ in group],
-                pytree.tree_map(lambda *ts: torch.stack(ts), *(batch for _, batch in group)),
-            )
-            for group in groups.values()
-        ]
-
-    def _batch(self, fed: SimulatedFederation, client: int, key: Tensor, share: int) -> Batch:
-        data, episodes = fed.problem.paired(fed.clients[client]), fed.problem.lower_level == "private"
-        size = fed.environment.batch_size or data.size("train") if episodes else share
-        streams = fold_in(key, 0), fold_in(key, 0 if episodes else 1)
-        drawn = Batch(_some(data.train, streams[0], size), _some(data.val, streams[1], size), key)
-        for batch in (drawn if episodes else Batch(data.train, data.val, key), drawn):
-            batch = pytree.tree_map(lambda t: t.to(fed.device), batch)
-            self._both(*self.start, batch)  # a loss that fails on a client's data does so here, by name
-        return batch
-
-    def _both(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.oracle.upper(x, y, batch), self.oracle.lower(x, y, batch)
-
-    def __call__(self, x: Tree, y: Tree) -> dict[str, float]:
-        upper = lower = 0.0
-        with torch.no_grad():
-            for weights, batch in self.groups:
-                if len(weights) == 1:
-                    f, g = self._both(x, y, pytree.tree_map(lambda t: t[0], batch))
-                else:
-                    f, g = stacked(lambda b: self._both(x, y, b))(batch)
-                p = torch.tensor(weights, dtype=f.dtype, device=f.device)
-                upper, lower = upper + float((p * f).sum()), lower + float((p * g).sum())
-        return {"upper_loss": upper, "lower_loss": lower}
-
-
-def _some(data: Data, key: Tensor, count: int) -> Data:
-    """At most `count` of a client's samples, drawn uniformly."""
-    size = len(leaves(data)[0][1])
-    if size <= count:
-        return data
-    chosen = rows(key.unsqueeze(0), [size], count)[0]
-    return like(data, [tensor[chosen] for _, tensor in leaves(data)])
 
 
 Amounts = Mapping[str, float]
@@ -118,7 +45,7 @@ class Run:
 
     def __init__(
         self,
-        fed: SimulatedFederation,
+        fed: Runtime,
         limits: Amounts,
         evaluate: Evaluate | None = None,
         every: Amounts | None = None,
@@ -129,7 +56,6 @@ class Run:
             checks.one_of("unit", unit, UNITS)
             checks.non_negative(unit, amount)
         self.fed, self.evaluate, self.target = fed, evaluate, target
-        self.losses = Losses(fed)
         self.state = fed.algorithm.init(fed.problem)
         self.good = self.state
         self.history: list[dict[str, Any]] = []
@@ -198,7 +124,7 @@ class Run:
         costs = ledger.totals()
         metrics: dict[str, Any] = {"round": costs.pop("rounds"), "iteration": ledger.iterations, **costs}
         metrics |= {"virtual_s": ledger.virtual_s, "wall_s": ledger.wall_s}
-        metrics |= {**self.losses(x, y), **self.fed.records()}
+        metrics |= {**self.fed.losses(x, y), **self.fed.records()}
         if self.evaluate and is_finite((x, y)):
             metrics |= self.evaluate(x, y)
         self.history.append(metrics)
@@ -231,7 +157,7 @@ def solve(
     weights: str | Sequence[float] = "uniform",
     seed: int = 0,
     device: str = "cpu",
-    federation: SimulatedFederation | None = None,
+    federation: Runtime | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     evaluate: Evaluate | None = None,
@@ -248,7 +174,7 @@ def solve(
         raise ValueError("resume is True but out is not given; a run goes on in its folder")
     if federation is None:
         method = algorithms.get(algorithm)() if isinstance(algorithm, str) else algorithm or algorithms.SimFBO()
-        fed = SimulatedFederation(
+        fed: Runtime = SimulatedFederation(
             problem.to(device), clients, method, environment, weights=weights, seed=seed, device=device
         )
     elif algorithm is not None or environment is not None:

@@ -1,4 +1,4 @@
-"""The command line: `fedbilevel run | compare | tune | check | report | list | export`."""
+"""The command line: `fedbilevel run | compare | tune | check | report | list | export | serve | join | keys`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedbilevel import __version__
+from fedbilevel import __version__, checks
 
 app = typer.Typer(
     name="fedbilevel",
@@ -35,6 +35,9 @@ DataName = Annotated[str | None, typer.Option(help="Another data set.")]
 Seed = Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
 Methods = Annotated[str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")]
+Clients = Annotated[int | None, typer.Option(min=1, help="How many clients the federation has.")]
+Keys = Annotated[Path | None, typer.Option(help="A folder made by `fedbilevel keys`: encryption, and keys for nodes.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Not encrypted, no keys, also outside this machine.")]
 AllOut = Annotated[Path | None, typer.Option(help="The folder of all runs; a new one below runs/ by default.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at the same time; one a core by default.")]
 
@@ -64,6 +67,15 @@ def run(
         bool, typer.Option("--tensorboard", help="Log to the run's folder for TensorBoard.")
     ] = False,
     mlflow: Annotated[bool, typer.Option("--mlflow", help="Log to MLflow's tracking store.")] = False,
+    federation: Annotated[
+        str,
+        typer.Option(
+            help="simulated (in this process), flower (real nodes, all on this machine), or ray: Flower's simulation."
+        ),
+    ] = "simulated",
+    clients: Clients = None,
+    stock: Annotated[bool, typer.Option("--stock", help="flower: stock SuperNodes instead of warm nodes.")] = False,
+    keys: Keys = None,
 ) -> None:
     """Run one experiment with one method; the folder holds its config, metrics, checkpoint and summary."""
     from fedbilevel.cli.progress import Progress
@@ -76,9 +88,25 @@ def run(
         logging.getLogger("fedbilevel").setLevel(logging.ERROR)
     place, table = configs.read(experiment)
     overrides = _overrides(task=task, data=data, rounds=rounds, seed=seed, device=device)
-    config = configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides=overrides, smoke=smoke)
+
+    def resolve(changes: dict[str, Any]) -> configs.Config:
+        return configs.resolve(
+            place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes}, smoke=smoke
+        )
+
+    real = checks.one_of("federation", federation, ("simulated", "flower", "ray")) == "flower"
+    if not real and (stock or keys):
+        raise ValueError("--stock and --keys are for --federation flower")
+    config = resolve({}) if clients is None else _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = out or _fresh(Path("runs", title.replace(" ", "-")))
+    if real:
+        summary = _run_flower(config, title, folder, clients, resume, data_dir, quiet or json_, stock, keys)
+        _finish(summary, folder, quiet, json_)
+    if federation == "ray":
+        from fedbilevel.cli.federation import simulate
+
+        _finish(simulate(config, folder, resume, data_dir), folder, quiet, json_)
     prepared = prepare(config, data_dir)
     recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -90,12 +118,146 @@ def run(
         for metrics in recorder:
             progress.show(metrics)
             track(metrics)
-    summary = recorder.summary()
+    _finish(recorder.summary(), folder, quiet, json_)
+
+
+def _finish(summary: dict[str, Any], folder: Path, quiet: bool, json_: bool) -> None:
     if json_:
         print(json.dumps(summary))
     elif not quiet:
         _tell(summary, folder)
-    raise typer.Exit({"completed": 0, "diverged": 3, "interrupted": 130}[prepared.status])
+    raise typer.Exit({"completed": 0, "diverged": 3, "interrupted": 130}[summary["status"]])
+
+
+def _with_clients(resolve: Callable[[dict[str, Any]], Any], clients: int | None) -> Any:
+    from fedbilevel.cli.federation import with_clients
+
+    return with_clients(resolve, clients)
+
+
+def _run_flower(
+    config: Any,
+    title: str,
+    folder: Path,
+    clients: int | None,
+    resume: bool,
+    data_dir: Path | None,
+    quiet: bool,
+    stock: bool,
+    keys: Path | None,
+) -> dict[str, Any]:
+    """Everything on this machine; the nodes deal themselves their parts of the experiment's data."""
+    from fedbilevel.cli.federation import serve
+    from fedbilevel.federation.flower.deployment import Deployment
+
+    count = clients or len(config.load_task(data_dir).clients)
+    own = ["--data-dir", str(data_dir.resolve())] if data_dir else []
+    if ":" in config.table["task"]["name"]:
+        own += ["--task", config.table["task"]["name"]]
+
+    def nodes(site: Deployment) -> None:
+        for partition in range(count):
+            site.node(partition, *own, warm=not stock)
+
+    return serve(
+        *(config, title, folder),
+        site=Deployment(keys=keys),
+        clients=count,
+        resume=resume,
+        data_dir=data_dir,
+        quiet=quiet,
+        local=nodes,
+    )
+
+
+@app.command("serve", epilog="Example: fedbilevel serve digits --clients 3 --host 0.0.0.0 --keys keys --out runs/real")
+def serve_(
+    experiment: Name,
+    clients: Clients = None,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the SuperLink.")] = 8000,
+    keys: Keys = None,
+    plain: Plain = False,
+    algorithm: Annotated[str | None, typer.Option(help="Which method (see `fedbilevel list algorithms`).")] = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    set_: Set = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="The run's folder; a new one below runs/ by default.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")] = False,
+    data_dir: DataDir = None,
+    quiet: Quiet = False,
+    json_: Json = False,
+) -> None:
+    """Run an experiment with clients on other machines: a Flower SuperLink with our server on it."""
+    from fedbilevel.cli.federation import serve, with_clients
+    from fedbilevel.federation.flower.deployment import LOOPBACK, Deployment, check_plain
+    from fedbilevel.runs import config as configs
+
+    check_plain(host, keys is not None, plain)
+    place, table = configs.read(experiment)
+    overrides = _overrides(rounds=rounds, seed=seed)
+
+    def resolve(changes: dict[str, Any]) -> configs.Config:
+        return configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes})
+
+    config = with_clients(resolve, clients)
+    title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
+    folder = out or _fresh(Path("runs", title.replace(" ", "-")))
+    if host not in LOOPBACK:
+        logging.getLogger("fedbilevel").warning(
+            "whoever reaches port %d can submit code to this SuperLink: keep it behind a proxy (docs/deploy.md)", port
+        )
+    site = Deployment(host, port, keys)
+    parts = {"resume": resume, "data_dir": data_dir, "quiet": quiet or json_}
+    _finish(serve(config, title, folder, site=site, clients=clients, **parts), folder, quiet, json_)  # type: ignore[arg-type]
+
+
+@app.command(epilog="Example: fedbilevel join 10.0.0.1:8000 --partition 0 --client-data hospital:load --ca ca.crt ...")
+def join(
+    address: Annotated[str, typer.Argument(help="host:port of the SuperLink.")],
+    partition: Annotated[int, typer.Option(min=0, help="Which client this is, from 0 on.")],
+    client_data: Annotated[
+        str | None, typer.Option(help="module:function(partition) -> ClientData; else the task deals its own data.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="The module:function that the experiment may name as its task.")
+    ] = None,
+    warm: Annotated[bool, typer.Option("--warm", help="One process that stays up, for tasks under seconds.")] = False,
+    ca: Annotated[Path | None, typer.Option(help="The authority of the server's certificate.")] = None,
+    key: Annotated[Path | None, typer.Option(help="This client's own private key.")] = None,
+    plain: Plain = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    data_dir: DataDir = None,
+) -> None:
+    """Be a client of a federation, with data that stays here."""
+    from fedbilevel.cli.federation import join as join_
+    from fedbilevel.federation.flower.client import Node
+    from fedbilevel.federation.flower.deployment import check_plain, split
+    from fedbilevel.runs import config as configs
+
+    host, _ = split(address)
+    check_plain(host, ca is not None or key is not None, plain)
+    if client_data:
+        configs.imported("client-data", client_data)  # what is wrong with it shows here, not in round 1
+    node = Node(partition, client_data, task, str(data_dir) if data_dir else None, device)
+    secured = ca is not None or key is not None
+    join_(address, node, ca=ca, key=key, plain=not secured, stays_warm=warm)
+
+
+@app.command(epilog="Example: fedbilevel keys keys --clients 3 --host fl.example.org")
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where to write them; what is there stays.")],
+    clients: Annotated[int, typer.Option(min=0, help="How many client keys there should be.")] = 0,
+    host: Annotated[
+        list[str], typer.Option(help="A name or address by which clients reach the server; can be repeated.")
+    ] = ["127.0.0.1", "localhost"],  # noqa: B006
+    days: Annotated[int, typer.Option(min=1, help="For how long certificates are valid.")] = 365,
+) -> None:
+    """Make certificates for a server and a key for every client."""
+    from fedbilevel.federation.flower.keys import make
+
+    for path in make(folder, clients, host, days):
+        print(path)
 
 
 def _tell(summary: dict[str, Any], folder: Path) -> None:
@@ -215,11 +377,11 @@ def check(
     from fedbilevel.cli.check import as_json, show
     from fedbilevel.diagnosis import diagnose
     from fedbilevel.runs import config as configs
-    from fedbilevel.runs.runner import prepare
+    from fedbilevel.runs.runner import load, simulation
 
     place, table = configs.read(experiment)
     config = configs.resolve(place, table, settings=set_, overrides=_overrides(task=task, data=data, seed=seed))
-    found = diagnose(prepare(config, data_dir).fed, max(1, config.experiment.rounds))
+    found = diagnose(simulation(config, load(config, data_dir)), max(1, config.experiment.rounds))
     if json_:
         print(as_json(found))
     else:

@@ -81,9 +81,9 @@ def _count(client: ClientData, side: str, size: int | None) -> int:
     return client.size(side) if size is None else min(size, client.size(side))
 
 
-def passes(client: ClientData, size: int | None, epochs: int) -> int:
-    """Steps that so many passes over a client's training data take."""
-    return epochs * -(-client.size("train") // _count(client, "train", size))
+def passes(samples: int, size: int | None, epochs: int) -> int:
+    """Steps that so many passes over so many samples take."""
+    return epochs * -(-samples // min(size or samples, samples))
 
 
 def shape(client: ClientData, sides: Sides, size: int | None, epochs: bool = False) -> Hashable:

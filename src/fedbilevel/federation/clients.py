@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import ClientError, log, wrong
-from fedbilevel.federation.batches import Batches, passes, shape
+from fedbilevel.federation.batches import Batches, shape
 from fedbilevel.federation.meter import Meter
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase
@@ -47,6 +47,9 @@ class Exchange:
         self.round, self.iteration, self.submodel = round_, iteration, submodel
         self.role: Phase = settings.phases[phase](settings)
         self.form = _form(shared)
+
+    def batch_size(self, environment: Environment) -> int | None:
+        return None if self.role.full else environment.batch_size
 
     def __str__(self) -> str:
         return f"phase {self.phase!r}, round {self.round}"
@@ -120,15 +123,6 @@ class Clients:
         for name in MEASURES:
             setattr(self, name, dict(snapshot[name]))
 
-    def steps(self, exchange: Exchange, keys: Tensor, clients: Sequence[int]) -> list[int]:
-        """How many steps each client will take."""
-        steps = exchange.role.steps
-        if steps == "local":
-            return self.environment.steps(keys, clients)
-        if isinstance(steps, Epochs):
-            return [passes(self._data(exchange, i), self._batch_size(exchange), steps.passes) for i in clients]
-        return [steps] * len(clients)
-
     def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
         for turn in _turns(work):
@@ -141,12 +135,9 @@ class Clients:
                         raise TypeError(f"phase {exchange.phase!r} {text}")
                     yield part
 
-    def _data(self, exchange: Exchange, client: int) -> ClientData:
+    def client(self, exchange: Exchange, client: int) -> ClientData:
         found = on_client(client, exchange, lambda: self.problem.paired(self.data[client]))
         return cast(ClientData, found)
-
-    def _batch_size(self, exchange: Exchange) -> int | None:
-        return None if exchange.role.full else self.environment.batch_size
 
     def _recall(self, w: Assignment) -> dict[str, Any]:
         return self.memories.get(w.client, {}) if w.exchange.role.remembers else {}
@@ -165,8 +156,8 @@ class Clients:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
         groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
         for w in work:
-            role, data = w.exchange.role, self._data(w.exchange, w.client)
-            form = shape(data, role.batch, self._batch_size(w.exchange), isinstance(role.steps, Epochs))
+            role, data = w.exchange.role, self.client(w.exchange, w.client)
+            form = shape(data, role.batch, w.exchange.batch_size(self.environment), isinstance(role.steps, Epochs))
             sent = (w.exchange.form, _form(dict(w.each)), _form(self._recall(w)))
             # A schedule gives every iteration settings of its own.
             groups[(w.exchange.phase, form, sent), id(w.exchange.settings)].append(w)
@@ -209,7 +200,7 @@ class Clients:
         exchange, role = work[0].exchange, work[0].exchange.role
         data, keys = [self.data[w.client] for w in work], torch.tensor([w.key for w in work])
         batches = Batches(
-            *(data, keys, role.batch, self._batch_size(exchange)),
+            *(data, keys, role.batch, exchange.batch_size(self.environment)),
             draws=role.draws,
             epochs=isinstance(role.steps, Epochs),
             paired=self.problem.lower_level == "private",

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from fedbilevel.tree import Tree
+from fedbilevel.packing import pack, unpack
 
 VERSION = "1"
 
@@ -21,7 +21,7 @@ VERSION = "1"
 def save(path: Path, value: Any) -> None:
     """Write a nest of dicts, lists, tuples, trees, tensors, numbers and strings; a reader sees the old or the new."""
     tensors: dict[str, Tensor] = {}
-    plain = json.dumps(_pack(value, tensors))
+    plain = json.dumps(pack(value, tensors))
     metadata = {"fedbilevel": VERSION, "plain": plain, "digest": _digest(plain, tensors)}
     temporary = path.with_name(path.name + ".new")
     try:
@@ -47,7 +47,7 @@ def load(path: Path) -> Any:
     plain = metadata.get("plain", "")
     if metadata.get("digest") != _digest(plain, tensors):
         raise ValueError(f"{path} is damaged: its contents do not match its digest")
-    return _unpack(json.loads(plain), tensors)
+    return unpack(json.loads(plain), tensors)
 
 
 def _digest(plain: str, tensors: dict[str, Tensor]) -> str:
@@ -56,37 +56,3 @@ def _digest(plain: str, tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """JSON, with every tensor replaced by its number and every kind that JSON lacks by a one-entry object."""
-    if isinstance(value, Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {"tensor": name}
-    if isinstance(value, Tree):
-        return {"tree": {name: _pack(item, tensors) for name, item in value.items()}}
-    if isinstance(value, dict):
-        return {"dict": [[_pack(key, tensors), _pack(item, tensors)] for key, item in value.items()]}
-    if type(value) is tuple:  # a named tuple would come back without its names
-        return {"tuple": [_pack(item, tensors) for item in value]}
-    if isinstance(value, list):
-        return [_pack(item, tensors) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(f"a checkpoint cannot hold {type(value).__name__}")
-
-
-def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_unpack(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, items),) = value.items()
-    if kind == "tensor":
-        return tensors[items]
-    if kind == "tuple":
-        return tuple(_unpack(item, tensors) for item in items)
-    if kind == "dict":
-        return {_unpack(key, tensors): _unpack(item, tensors) for key, item in items}
-    return Tree({name: tensors[item["tensor"]] for name, item in items.items()})

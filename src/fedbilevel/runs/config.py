@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from fedbilevel import algorithms, delays, schedules, tasks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
+from fedbilevel.federation.conduct import Conduct
 
 Table = dict[str, Any]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -118,6 +119,7 @@ class Experiment(Strict):
     device: str = "cpu"
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     runtime: Runtime = Runtime()
+    conduct: Table = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Config:
     algorithm: Algorithm
     environment: Environment
     load_task: Callable[[Path | None], tasks.Task]  # given where the data is
+    conduct: Conduct
 
     @property
     def label(self) -> str:
@@ -234,6 +237,9 @@ def _build(place: str, experiment: Experiment) -> Config:
         "environment": _environment_table(environment),
         "runtime": {**runtime, "threads": runtime.get("threads", torch.get_num_threads())},
     }
+    conduct = _object(place, "conduct", Conduct, experiment.conduct)
+    if not experiment.conduct:
+        del table["conduct"]
     takes = inspect.signature(load).parameters
 
     def load_task(data_dir: Path | None) -> tasks.Task:
@@ -246,7 +252,7 @@ def _build(place: str, experiment: Experiment) -> Config:
             )
         return task
 
-    return Config(table, experiment, method, environment, load_task)
+    return Config(table, experiment, method, environment, load_task, conduct)
 
 
 def _options(place: str, experiment: Experiment) -> tuple[str, Callable[..., tasks.Task], Table, Table]:
@@ -280,15 +286,20 @@ def _task(name: Any) -> Callable[..., tasks.Task]:
         raise ValueError(f"task is missing; it must name a task ({', '.join(tasks.names())}) or be module:function")
     if ":" not in name:
         return tasks.get(name)
+    return imported("task", name)
+
+
+def imported(what: str, name: str) -> Callable[..., Any]:
+    """What module:function names; the module may lie in the folder one is in."""
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # and it stays: what the module imports later may lie beside it
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:  # whatever the module's own code raises
-        raise ValueError(f"task is {name!r}, which cannot be imported: {error}") from error
+        raise ValueError(f"{what} is {name!r}, which cannot be imported: {error}") from error
     if not callable(found):
-        raise ValueError(f"task is {name!r}, which is not a function")
+        raise ValueError(f"{what} is {name!r}, which is not a function")
     return found  # type: ignore[no-any-return]
 
 

@@ -42,14 +42,9 @@ class Recorder:
         self.run, self.path, self.config, self.checkpoint_every = run, path, config, checkpoint_every
         self.checkpoint = path / CHECKPOINT
         self._length = 0  # of metrics.jsonl, up to the checkpoint
-        if holds_run(path):
-            if not resume:
-                raise FileExistsError(
-                    f"{path} holds a run already; go on with --resume or give another folder with --out"
-                )
-            if self.checkpoint.exists():
-                check_same(path, config)
-                self._restore(checkpoint.load(self.checkpoint))
+        check_folder(path, config, resume)
+        if self.checkpoint.exists():
+            self._restore(checkpoint.load(self.checkpoint))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.run.after = self._between_iterations
@@ -169,6 +164,15 @@ class Recorder:
 
 def holds_run(path: Path) -> bool:
     return (path / CHECKPOINT).exists() or (path / SUMMARY).exists()
+
+
+def check_folder(path: Path, config: Mapping[str, Any], resume: bool) -> None:
+    """Whether a run may be written there: a new one, or the same one if it is to go on."""
+    if holds_run(path):
+        if not resume:
+            raise FileExistsError(f"{path} holds a run already; go on with --resume or give another folder with --out")
+        if (path / CHECKPOINT).exists():
+            check_same(path, config)
 
 
 def check_same(path: Path, config: Mapping[str, Any], but: Sequence[str] = EXTENSIBLE) -> None:

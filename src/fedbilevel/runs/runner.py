@@ -7,18 +7,30 @@ from pathlib import Path
 import torch
 
 from fedbilevel.federation import SimulatedFederation
+from fedbilevel.federation.runtime import Runtime
 from fedbilevel.runs.config import Config
 from fedbilevel.solve import Run
+from fedbilevel.tasks import Task
 
 
 def prepare(config: Config, data_dir: Path | None = None) -> Run:
     """Load the task and set up the run; whatever is wrong with the input shows here, before anything is written."""
-    experiment = config.experiment
+    task = load(config, data_dir)
+    return run_of(config, task, simulation(config, task))
+
+
+def load(config: Config, data_dir: Path | None = None) -> Task:
+    """The task, on a machine that is set up for it."""
+    device = config.experiment.device
     torch.set_num_threads(config.table["runtime"]["threads"])
-    if experiment.device != "cpu" and not (experiment.device.startswith("cuda") and torch.cuda.is_available()):
-        raise ValueError(f"device is {experiment.device!r}; this machine has 'cpu'" + _accelerators())
-    task = config.load_task(data_dir)
-    fed = SimulatedFederation(
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise ValueError(f"device is {device!r}; this machine has 'cpu'" + _accelerators())
+    return config.load_task(data_dir)
+
+
+def simulation(config: Config, task: Task) -> SimulatedFederation:
+    experiment = config.experiment
+    return SimulatedFederation(
         task.problem.to(experiment.device),
         task.clients,
         config.algorithm,
@@ -29,7 +41,10 @@ def prepare(config: Config, data_dir: Path | None = None) -> Run:
         mode=experiment.runtime.mode,
         memory=experiment.runtime.memory,
     )
-    return Run(fed, config.limits, task.evaluate, config.every, experiment.stop.test_accuracy)
+
+
+def run_of(config: Config, task: Task, fed: Runtime) -> Run:
+    return Run(fed, config.limits, task.evaluate, config.every, config.experiment.stop.test_accuracy)
 
 
 def _accelerators() -> str:

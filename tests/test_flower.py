@@ -1,0 +1,425 @@
+"""Federations on Flower, with the messages but without the processes: what is sent, checked, refused and counted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cryptography import x509
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from fedbilevel import algorithms
+from fedbilevel.cli import main
+from fedbilevel.cli.federation import with_clients
+from fedbilevel.federation import QuorumError, SimulatedFederation
+from fedbilevel.federation.conduct import Conduct
+from fedbilevel.federation.flower import client, keys, warm
+from fedbilevel.federation.flower.wire import WireError, decode, encode
+from fedbilevel.runs import config as configs
+from fedbilevel.tasks import Task
+from fedbilevel.tree import Tree, flatten
+from tests.conformance.cases import CASES
+from tests.flower import Grid, clock, config, error, federation, only, own_data, own_task, quickly, simulated
+
+TABLE: dict[str, Any] = {
+    "task": {"name": "quadratic", "clients": 4, "dim_x": 3, "dim_y": 2, "samples": 6, "noise": 0.5},
+    "algorithm": {"name": "simfbo"},
+    "environment": {"local_steps": [1, 4], "batch_size": 2},
+    "rounds": 5,
+    "every": 5,
+}
+
+
+@pytest.fixture(autouse=True)
+def _state(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    client._workers.clear()
+    quickly(monkeypatch)
+
+
+def test_a_message_comes_back_bit_for_bit() -> None:
+    values = {
+        "x": Tree(w=torch.randn(3, 4, dtype=torch.float64), b=torch.tensor(2.5, dtype=torch.float64)),
+        "half": torch.randn(5).bfloat16(),
+        "empty": torch.zeros(0, 3),
+        "numbers": (1, -(2**62), 0.1, True, None, "ä"),
+        "nested": {"said": {3: (1, Tree(w=torch.arange(4)))}},
+    }
+    back = decode(encode(**values))
+    assert back["numbers"] == values["numbers"]
+    assert torch.equal(back["x"]["w"], values["x"]["w"])
+    assert back["x"]["b"].shape == ()
+    assert torch.equal(back["half"], values["half"])
+    assert back["empty"].shape == (0, 3)
+    assert torch.equal(back["nested"]["said"][3][1]["w"], torch.arange(4))
+
+
+def _content(header: Any, **arrays: Any) -> RecordDict:
+    text = header if isinstance(header, str) else json.dumps(header)
+    return RecordDict({"tensors": ArrayRecord(arrays), "header": ConfigRecord({"json": text})})
+
+
+GOOD = {"version": 1, "tensors": [["float32", [2]]], "values": {"dict": [["x", {"tensor": "0"}]]}}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (_content("{"), "cannot be read"),
+        (_content({**GOOD, "version": 2}, float32=Array(np.zeros(2, "f4"))), "version 2"),
+        (_content(GOOD), "cannot be read"),
+        (_content(GOOD, float32=Array(np.zeros(1, "f4"))), "more float32 numbers than there are"),
+        (_content(GOOD, float32=Array(np.zeros(3, "f4"))), "does not tell of"),
+        (_content(GOOD, float32=Array(np.zeros(2, "f8"))), "holds float64"),
+        (_content(GOOD, float32=Array("float32", (2,), "numpy.ndarray", b"\x80\x04N.")), "cannot be read"),
+        (_content({**GOOD, "tensors": [["float32", [-2]]]}, float32=Array(np.zeros(2, "f4"))), "shape"),
+        (_content(GOOD, object=Array(np.zeros(2, "f4"))), "array of 'object'"),
+        (_content('{"version":1,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"), "RecursionError"),
+        (_content({**GOOD, "tensors": [], "values": 3}), "names no values"),
+        (_content(" " * (2**20 + 1)), "at most"),
+        (RecordDict({"a": ConfigRecord({})}), "other records"),
+    ],
+)
+def test_what_is_not_a_message_is_refused_in_one_line(content: RecordDict, why: str) -> None:
+    with pytest.raises(WireError, match=why) as caught:
+        decode(content)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_wire_carries_little_more_than_the_tensors() -> None:
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+    tree = Tree({f"layer{j}.weight": torch.randn(40, 100) for j in range(40)})
+    Grid(1)
+    found = config(TABLE)
+    sent = Message(encode(job="a" * 16, table=found.table, phase="descend", shared={"x": tree}), 1, "train")
+    wire = sum(len(part.deflate()) for part in get_all_nested_objects(sent).values())
+    assert tree.nbytes == 640_000
+    assert wire < 1.05 * tree.nbytes
+
+
+@pytest.mark.parametrize("name", [n for n in algorithms.names() if "shared" in algorithms.get(n).lower_levels])
+def test_every_method_moves_as_in_simulation(name: str) -> None:
+    table = {**TABLE, "algorithm": {"name": name}, "environment": {"local_steps": 2, "batch_size": 2}}
+    for key, value in CASES[name].settings.items():
+        schedule = {"schedule": type(value).__name__.lower(), **vars(value)} if callable(value) else None
+        table["algorithm"][key] = schedule or value
+    real, pretended = federation(Grid(4), config(table))[1], simulated(config(table))
+    for run in (real, pretended):
+        for _ in range(3):
+            run.advance()
+    for value, expected in zip(real.state, pretended.state, strict=True):
+        if isinstance(value, Tree):
+            assert torch.allclose(flatten(value), flatten(expected), rtol=0, atol=1e-9)
+    one, other = real.fed.ledger, pretended.fed.ledger
+    assert one.phases == other.phases
+    assert (one.refused_replies, one.lost_tasks) == (0, 0)
+    assert real.fed.losses(*real.state[:2]) == pytest.approx(pretended.fed.losses(*pretended.state[:2]), abs=1e-9)
+
+
+def test_weights_by_samples_and_epochs_use_what_the_clients_say() -> None:
+    table = {
+        **TABLE,
+        "task": {"name": "hyper-representation", "clients": 3, "model": "mlp", "hidden": 4, "samples": 60},
+        "data": {"name": "digits", "partition": "dirichlet", "alpha": 0.5},
+        "algorithm": {"name": "fednest", "lower_steps": "1 epoch"},
+        "weights": "samples",
+        "environment": {"batch_size": 4},
+    }
+    real, pretended = federation(Grid(3), config(table))[1], simulated(config(table))
+    for run in (real, pretended):
+        run.advance()
+    assert torch.allclose(flatten(real.state.x), flatten(pretended.state.x), atol=1e-5)
+    assert list(real.fed.weights) == pytest.approx(list(pretended.fed.weights))
+
+
+def test_submodels_travel_cut() -> None:
+    table = {
+        **TABLE,
+        "task": {"name": "loss-tuning", "clients": 4, "hidden": 8, "samples": 400},
+        "data": {"name": "digits"},
+        "algorithm": {"name": "rabo", "policy": "rolling", "lower_steps": 2},
+        "environment": {"capacity": [1.0, 0.5], "batch_size": 8},
+    }
+    real, pretended = federation(Grid(4), config(table))[1], simulated(config(table))
+    for run in (real, pretended):
+        run.advance()
+        run.advance()
+    assert torch.allclose(flatten(real.state.x), flatten(pretended.state.x), atol=1e-5)
+    assert real.fed.ledger.phases == pretended.fed.ledger.phases
+
+
+def test_nothing_but_declared_messages_crosses() -> None:
+    """No tensor of what the nodes answer holds a sample, and none has any name or shape but the declared ones."""
+    grid = Grid(4)
+    replies: list[Message] = []
+    for node in grid.nodes:
+        grid.odd[node] = lambda message, handle: (replies.append(handle(message)), replies[-1])[1]
+    fed, run = federation(grid, config(TABLE))
+    run.advance()
+    fed.losses(run.state.x, run.state.y)
+    task = config(TABLE).load_task(None)
+    samples = [row.reshape(-1) for data in task.clients for side in (data.train, data.val) for t in side for row in t]
+    kinds = set()
+    for reply in replies:
+        said = decode(reply.content)
+        kinds.add(tuple(sorted(said)))
+        trees = said.get("values", {})
+        assert {name: flatten(tree).shape for name, tree in trees.items()} in (
+            {},
+            {"qx": (3,), "qy": (2,), "qz": (2,)},
+        )
+        for tree in trees.values():
+            assert not any(torch.equal(flatten(tree), sample) for sample in samples if sample.numel() > 1)
+    assert kinds == {
+        ("client", "samples"),
+        ("number", "took", "values"),
+        ("client", "lower", "upper"),
+    }
+
+
+def _with(change: Any) -> Any:
+    """A node that answers a task with something changed."""
+
+    def act(message: Message, handle: Any) -> Message:
+        said = decode(handle(message).content)
+        return Message(encode(**change(said)), reply_to=message)
+
+    return only("train", act)
+
+
+def _values(**new: Any) -> Any:
+    return lambda said: {**said, "values": {**said["values"], **new}}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_values(qx=Tree(x=torch.full((3,), torch.nan, dtype=torch.float64))), "qx is not finite"),
+        (_values(qx=Tree(x=torch.zeros(4, dtype=torch.float64))), "another shape"),
+        (_values(qx=Tree(x=torch.zeros(3))), "another dtype"),
+        (_values(qx=Tree({"../../x": torch.zeros(3, dtype=torch.float64)})), "another shape"),
+        (_values(qx=Tree(x=torch.full((3,), 1e9, dtype=torch.float64))), "norm_bound"),
+        (_values(qx=3), "something else than tensors"),
+        (_values(extra=torch.zeros(())), "it declares"),
+        (lambda said: {**said, "number": 10**6}, "was given"),
+        (lambda said: {**said, "took": {**said["took"], "flops": -1}}, "flops is -1"),
+        (lambda said: {"values": said["values"]}, "no 'number'"),
+    ],
+)
+def test_a_lie_is_refused_counted_and_named(change: Any, why: str, caplog: Any) -> None:
+    grid = Grid(4)
+    grid.odd[102] = _with(change)
+    fed, run = federation(grid, config(TABLE), Conduct(norm_bound=1e6))
+    for _ in range(5):
+        run.advance()
+    assert fed.ledger.refused_replies == 3  # and then it is put aside
+    assert fed.aside == [2]
+    lines = [line.message for line in caplog.records if "refused, client 2" in line.message]
+    assert len(lines) == 3
+    assert why in lines[0]
+    assert "\n" not in lines[0]
+    assert fed.ledger.lost_tasks == 0
+
+
+def test_a_client_whose_code_fails_is_refused_like_one_that_lies(caplog: Any) -> None:
+    grid = Grid(3)
+    grid.nodes[102] = {"partition-id": 2, "client-data": "nowhere:load"}
+    fed, _ = federation(grid, config(TABLE, **{"task.clients": 3}), Conduct(start_clients=2))
+    fed.begin()
+    assert fed.present == [0, 1]
+    assert "node 102 refused: client-data is 'nowhere:load'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"phase": "os.system"}, "phase is 'os.system'"),
+        ({"job": "../../etc"}, "not hexadecimal"),
+        ({"shared": {"../x": 1}}, "not an identifier"),
+        ({"steps": 0}, "steps is 0"),
+        ({"table": {**TABLE, "task": {"name": "os:system", "command": "true"}}}, "allows no own task"),
+        ({"table": {**TABLE, "algorithm": {"name": "simfbo", "lr_x": -1.0}}}, "lr_x"),
+    ],
+)
+def test_a_node_refuses_what_a_server_must_not_ask(change: dict[str, Any], why: str) -> None:
+    grid = Grid(1)
+    found = config(TABLE)
+    task = {"phase": "descend", "number": 0, "steps": 1, "key": 1, "round": 1, "iteration": 0, "kept": None, "each": {}}
+    x, y = found.load_task(None).problem.start
+    sent = {"job": "ab", "table": found.table, **task, "shared": {"x": x, "y": y, "z": y}}
+    for message in (sent, {**sent, **change}):
+        grid.push_messages([Message(encode(**message), 100, "train")])
+    assert not grid.replies["0"].has_error()
+    assert why in str(grid.replies["1"].error.reason)
+
+
+def test_two_nodes_cannot_be_one_client_and_a_key_is_bound_to_its_client(caplog: Any) -> None:
+    grid = Grid(3)
+    grid.nodes[102] = {"partition-id": 0}
+    grid.names = {101: "client-7"}
+    fed, _ = federation(grid, config(TABLE, **{"task.clients": 3}), Conduct(start_clients=1, wait_s=0.1))
+    fed.begin()
+    fed._look()
+    assert fed.present == [0]
+    assert "client 0 is here already" in caplog.text
+    assert "its key is that of client-7" in caplog.text
+
+
+def test_a_client_that_dies_is_sent_its_task_again_when_it_is_back(monkeypatch: Any) -> None:
+    grid = Grid(4)
+    dead = [True]
+
+    def die_once(message: Message, handle: Any) -> Message:
+        if dead[0]:
+            dead[0] = False
+            del grid.nodes[101]
+            grid.nodes[201] = {"partition-id": 1}  # it comes back as another node
+            return error(5)(message, handle)
+        return handle(message)  # type: ignore[no-any-return]
+
+    grid.odd[101] = only("train", die_once)
+    fed, run = federation(grid, config(TABLE))
+    calm = simulated(config(TABLE))
+    for r in (run, calm):
+        for _ in range(3):
+            r.advance()
+    assert torch.allclose(flatten(run.state.x), flatten(calm.state.x), rtol=0, atol=1e-12)
+    assert fed.ledger.lost_tasks == 0
+
+
+def test_a_client_past_its_deadline_is_lost_and_left_alone_until_it_answers(monkeypatch: Any) -> None:
+    later = clock(monkeypatch)
+    grid = Grid(4)
+    grid.odd[103] = lambda message, handle: later(20.0) or None  # type: ignore[func-returns-value]
+    fed, run = federation(grid, config(TABLE), Conduct(deadline_s=10.0, start_clients=3))
+    run.advance()
+    assert fed.ledger.lost_tasks == 0  # it has never said who it is
+    del grid.odd[103]
+    fed.members.greeted.clear()
+    run.advance()
+    assert 3 in fed.present
+    grid.odd[103] = only("train", lambda message, handle: later(20.0) or None)  # type: ignore[func-returns-value]
+    before = len(grid.sent)
+    run.advance()
+    assert fed.ledger.lost_tasks == 1
+    asked = [m.metadata.dst_node_id for m in grid.sent[before:] if m.metadata.message_type == "train"]
+    assert sorted(asked) == [100, 101, 102, 103]
+
+
+def test_too_few_replies_end_the_run() -> None:
+    grid = Grid(2)
+    for node in grid.nodes:
+        grid.odd[node] = _with(_values(qx=Tree(x=torch.full((3,), torch.nan, dtype=torch.float64))))
+    _, run = federation(grid, config(TABLE, **{"task.clients": 2}))
+    with pytest.raises(QuorumError, match="qx is not finite"):
+        run.advance()
+    with pytest.raises(QuorumError, match="1 clients are there, 2 are needed"):
+        federation(Grid(1), config(TABLE, **{"task.clients": 2}), Conduct(wait_s=0.05))[0].begin()
+
+
+def test_a_server_that_was_killed_goes_on_and_its_tasks_are_lost() -> None:
+    table = {**TABLE, "algorithm": {"name": "afbo"}, "environment": {"participation": 2}}
+    grid = Grid(4)
+    grid.odd[103] = only("train", lambda message, handle: None)
+    fed, run = federation(grid, config(table))
+    for _ in range(2):
+        run.advance()
+    snapshot, state = fed.snapshot(), run.state
+    assert (3, "work") in snapshot["lost"]
+    del grid.odd[103]
+    again, rest = federation(grid, config(table))
+    again.restore(snapshot)
+    rest.state = state
+    assert again.ledger.lost_tasks == len(snapshot["lost"])
+    for _ in range(4):
+        rest.advance()
+    assert 3 in {client for client, _ in rest.state.latest[2].items()}  # the one that was lost works again
+    assert again.job == fed.job
+
+
+def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once() -> None:
+    table = {**TABLE, "algorithm": {"name": "afbo", "memory": "client"}}
+    grid = Grid(4)
+    seen: list[Any] = []
+
+    def twice(message: Message, handle: Any) -> Message:
+        first, second = decode(handle(message).content), handle(message)
+        seen.append((first["values"]["hx"]["x"], decode(second.content)["values"]["hx"]["x"]))
+        return second  # type: ignore[no-any-return]
+
+    grid.odd[101] = only("train", twice)
+    _, run = federation(grid, config(table))
+    for _ in range(3):
+        run.advance()
+    assert all(torch.equal(a, b) for a, b in seen)
+    calm = simulated(config(table))
+    for _ in range(3):
+        calm.advance()
+    assert torch.allclose(flatten(run.state.x), flatten(calm.state.x), rtol=0, atol=1e-12)
+
+
+def test_what_only_a_simulation_can_do_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"environment\.delay is for simulations"):
+        federation(Grid(4), config({**TABLE, "environment": {"delay": {"model": "constant"}}}))
+
+
+def test_clients_bring_their_own_data_and_a_server_needs_none() -> None:
+    grid = Grid(3)
+    for node in grid.nodes.values():
+        node |= {"client-data": "tests.flower:own_data", "task": "tests.flower:own_task"}
+    table = {"task": {"name": "tests.flower:own_task"}, "algorithm": {"name": "simfbo"}}
+    fed, run = federation(grid, config(table), clients=3)
+    run.advance()
+    task = Task(own_task().problem, [own_data(j) for j in range(3)])
+    calm = SimulatedFederation(task.problem, task.clients, config(table).algorithm)
+    state = calm.algorithm.iterate(calm.algorithm.init(task.problem), calm)
+    assert torch.allclose(flatten(run.state.x), flatten(state.x), rtol=0, atol=1e-12)
+    assert fed.present == [0, 1, 2]
+
+
+def test_keys_are_for_their_owner_and_are_not_made_twice(tmp_path: Any) -> None:
+    made = keys.make(tmp_path, 2, ["fl.example.org", "10.0.0.1"])
+    assert len(made) == 8
+    for path in made:
+        secret = path.suffix == ".key" or (path.parent.name == "clients" and path.suffix != ".pub")
+        assert (path.stat().st_mode & 0o077 == 0) == secret
+    authority, server = (x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in (keys.CA, keys.SERVER))
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert warm.load_key(tmp_path / "clients/client-1")[1].curve.name == "secp384r1"
+    assert keys.make(tmp_path, 3, ["other"]) == [tmp_path / "clients/client-2", tmp_path / "clients/client-2.pub"]
+    with pytest.raises(ValueError, match="is no private key"):
+        warm.load_key(tmp_path / keys.SERVER)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("serve digits --host 0.0.0.0", "no keys are given"),
+        ("join 10.0.0.1:8000 --partition 0", "no keys are given"),
+        ("join 10.0.0.1 --partition 0", "must be host:port"),
+        ("join 127.0.0.1:1 --partition 0 --client-data nowhere:load", "cannot be imported"),
+        ("serve digits --keys nowhere", "has no ca.crt"),
+        ("serve digits --clients 4 --set conduct.deadline_s=0", "deadline_s is 0"),
+        ("run digits --stock", "for --federation flower"),
+    ],
+)
+def test_what_cannot_start_says_so_in_one_line(command: str, why: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert why in said
+    assert said.count("\n") == 1
+
+
+def test_fewer_clients_than_take_part_all_take_part() -> None:
+    place, table = configs.read("digits")
+    found = with_clients(lambda changes: configs.resolve(place, table, overrides=changes), 4)
+    assert found.environment.participation == 4
+    assert len(found.load_task(None).clients) == 4
