@@ -1,10 +1,21 @@
 """One thread a process: the problems here are small, and threads that wait for each other are slower than one."""
 
-import signal  # noqa: I001  (fedbilevel before torch: it says how torch's threads wait)
+import logging  # noqa: I001  (fedbilevel before torch: it says how torch's threads wait)
+import signal
+from collections.abc import Iterator
 
 import fedbilevel  # noqa: F401
+import pytest
 import torch
 
 torch.set_num_threads(1)
 # A shell starts background jobs with SIGINT ignored, and every process that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands that are called in a test's process (`--quiet`) set the level for the process."""
+    level = (log := logging.getLogger("fedbilevel")).level
+    yield
+    log.setLevel(level)

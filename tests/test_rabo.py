@@ -13,10 +13,11 @@ from torch.nn import functional as F
 import fedbilevel as fb
 from fedbilevel import nets
 from fedbilevel.algorithms.rabo import RABO, RAFBO
+from fedbilevel.federation.losses import Losses
 from fedbilevel.oracle import Embedded, Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, root
-from fedbilevel.solve import Losses, Run
+from fedbilevel.solve import Run
 from fedbilevel.tree import Tree, dot, flatten, norm
 
 from .conformance.cases import neumann
