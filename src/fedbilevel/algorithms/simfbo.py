@@ -53,16 +53,12 @@ class Descend(Phase):
         return Local(m.x, m.y, m.z, Directions(zeros_like(m.x), zeros_like(m.y), zeros_like(m.z)), m.steps)
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
-        d = self.directions(c, oracle, batch)
-        return self.move(c, d, d, oracle)
-
-    def move(self, c: Local, along: Directions, d: Directions, oracle: Oracle) -> Local:
-        """A step along one direction; d is what the server will hear of."""
         h = self.settings
+        d = self.directions(c, oracle, batch)
         return Local(
-            x=oracle.project_x(c.x - h.lr_x * along.x),
-            y=c.y - h.lr_y * along.y,
-            z=c.z - h.lr_z * along.z,
+            x=oracle.project_x(c.x - h.lr_x * d.x),
+            y=c.y - h.lr_y * d.y,
+            z=c.z - h.lr_z * d.z,
             q=Directions(c.q.x + d.x, c.q.y + d.y, c.q.z + d.z),
             steps=c.steps,
         )
