@@ -90,10 +90,10 @@ def test_a_tensor_without_gradient_stays():
     problem = fb.Problem(
         lambda x, y, batch: (x["x"] * y["y"]).sum() + 0 * x["idle"].sum(),
         lambda x, y, batch: ((y["y"] - 1) ** 2).sum(),
-        x={"x": torch.ones(2), "idle": torch.ones(2, 3)},
+        x={"x": torch.ones(2), "idle": torch.ones(2, 300)},
         y={"y": torch.zeros(2)},
     )
     result = fb.solve(problem, [fb.ClientData((torch.zeros(1),), (torch.zeros(1),))], "unifbo", rounds=3)
     assert result.status == "completed"
-    assert torch.equal(result.x["idle"], torch.ones(2, 3))
+    assert torch.equal(result.x["idle"], torch.ones(2, 300))
     assert not torch.equal(result.x["x"], torch.ones(2))

@@ -18,6 +18,7 @@ from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, norm, project, zeros_like
 
 FLOOR = 1e-6  # of the mean eigenvalue, added to all: what is far below it is rounding
+TINY = torch.finfo(torch.float64).tiny  # where all directions were 0 the step is 0
 
 
 class State(NamedTuple):
@@ -112,12 +113,12 @@ def square(h: Tensor) -> Tensor:
 def whitened(m: Tensor, s: Tensor) -> Tensor:
     """sqrt(columns) S^-1/2 m, shaped like m."""
     matrix, (values, basis) = wide(m).double(), torch.linalg.eigh(s)
-    values = (values.clamp(min=0) + FLOOR * values.mean()).clamp(min=torch.finfo(s.dtype).tiny)
-    step: Tensor = ((basis * (matrix.shape[1] / values).sqrt()) @ basis.T @ matrix).to(m)
+    roots = (values.clamp(min=0) + FLOOR * values.mean()).clamp(min=TINY).sqrt()
+    step: Tensor = ((basis * matrix.shape[1] ** 0.5 / roots) @ basis.T @ matrix).to(m)
     return (step.T if m.ndim > 1 and len(step) < len(m) else step).reshape(m.shape)
 
 
 def scaled(m: Tree, s: Tree) -> Tree:
     """The same with one number for a whole tree."""
     total = torch.stack([matrix.trace() for matrix in s.values()]).sum()
-    return m * (m.numel / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
+    return m * (m.numel**0.5 / total.clamp(min=TINY).sqrt())
