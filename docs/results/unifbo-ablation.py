@@ -21,7 +21,7 @@ from fedbilevel.phase import Phase
 from fedbilevel.solve import Run
 from fedbilevel.tree import norm
 
-ROUNDS = 100
+ROUNDS = 60
 
 
 class Corrected(DescendMean):
