@@ -75,14 +75,12 @@ class ClientData:
         return self.forms[side][0]
 
     @functools.cached_property
-    def forms(self) -> dict[str, tuple[int, tuple[Any, ...]]]:
-        """Of each side, how many samples there are and what one is."""
+    def forms(self) -> dict[str, tuple[int, str]]:
+        """Of each side, how many samples there are and what one is, in words: they are compared often."""
+        sides = {"train": leaves(self.train), "val": leaves(self.val)}
         return {
-            side: (
-                len(leaves(data)[0][1]),
-                tuple((name, tensor.shape[1:], tensor.dtype) for name, tensor in leaves(data)),
-            )
-            for side, data in (("train", self.train), ("val", self.val))
+            side: (len(found[0][1]), str([(name, *tensor.shape[1:], tensor.dtype) for name, tensor in found]))
+            for side, found in sides.items()
         }
 
 

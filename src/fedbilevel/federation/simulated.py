@@ -226,7 +226,7 @@ class SimulatedFederation(Runtime):
         if not work:
             return []
         shared = {exchange: nbytes(exchange.shared) for exchange in {w.exchange for w in work}}
-        sent = [shared[w.exchange] + nbytes(dict(w.each)) for w in work]
+        sent = [shared[w.exchange] + (nbytes(dict(w.each)) if w.each else 0) for w in work]
         self.ledger.charge(work[0].exchange.phase, [w.client for w in work], bytes_down=sent)
         if conditions.delay is None and faults is None:
             return [Ending(self.now, w.number, 0, w.client, False) for w in work]
