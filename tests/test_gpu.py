@@ -66,7 +66,7 @@ def test_a_pool_has_what_the_clients_have(memory: int) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_gpu_gives_the_numbers_of_a_cpu(name: str) -> None:
     """Recorded from the third use on; `peak_bytes` aside, which differs with the kernels."""
-    cpu, gpu = run(name), run(name, "cuda")
+    cpu, gpu = run(name, iterations=12), run(name, "cuda", iterations=12)
     for part in cpu.state._fields:
         a, b = getattr(cpu.state, part), getattr(gpu.state, part)
         if hasattr(a, "map"):

@@ -33,7 +33,7 @@ Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds
 TaskName = Annotated[str | None, typer.Option(help="Another task, by name or as module:function.")]
 DataName = Annotated[str | None, typer.Option(help="Another data set.")]
 Seed = Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Methods = Annotated[str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")]
 Clients = Annotated[int | None, typer.Option(min=1, help="How many clients the federation has.")]
 Keys = Annotated[Path | None, typer.Option(help="A folder made by `fedbilevel keys`: encryption, and keys for nodes.")]
@@ -233,7 +233,7 @@ def join(
     ca: Annotated[Path | None, typer.Option(help="The authority of the server's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="This client's own private key.")] = None,
     plain: Plain = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "cpu",
     data_dir: DataDir = None,
 ) -> None:
     """Be a client of a federation, with data that stays here."""

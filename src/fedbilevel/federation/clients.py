@@ -237,7 +237,7 @@ class Clients:
             "extents": held,
             "starts": {side: starts for side, (_, starts) in pools.items()},
             "pools": {side: [t.data_ptr() for t in pool.tensors] for side, (pool, _) in pools.items()},
-            "lengths": [lengths[0], lengths[-1]] if self.on_gpu else lengths,
+            "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
         }
         others = {side: Apart([getattr(d, side) for d in data]) for side, it in pays.items() if not it}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel import checks
+from fedbilevel import checks, devices
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import Each, Replies, Values, join, row, wrong
 from fedbilevel.federation.clients import Assignment, Clients, Exchange, on_client
@@ -47,8 +47,9 @@ class Ending(NamedTuple):
 class SimulatedFederation(Runtime):
     """Runs an algorithm's phases on clients held in memory (any sequence; a lazy one is asked only for the cohort).
 
-    mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes; "loop" runs them
-    one by one, for debugging and for losses that `vmap` cannot take. Both see the same draws and agree to rounding.
+    mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes (by default two
+    gigabytes, or a quarter of a GPU); "loop" runs them one by one, for debugging and for losses that `vmap` cannot
+    take. Both see the same draws and agree to rounding.
 
     The clock is virtual: an `ask` takes as long as its slowest client, a posted task is due when its client's delay is
     over. What a posted task computes depends only on what was sent, so it is evaluated when it is first needed,
@@ -68,7 +69,7 @@ class SimulatedFederation(Runtime):
         seed: int = 0,
         device: str = "cpu",
         mode: Literal["stack", "loop"] = "stack",
-        memory: int = 2**31,
+        memory: int | None = None,
     ) -> None:
         super().__init__(problem, len(clients), algorithm, environment, seed, device)
         self.clients = clients
@@ -76,7 +77,8 @@ class SimulatedFederation(Runtime):
         self.mode = checks.one_of("mode", mode, ("stack", "loop"))
         episode = self.environment.batch_size if problem.lower_level == "private" else None
         on_client(0, "before round 1", lambda: problem.check(clients[0], device, episode))
-        self.engine = Clients(problem, clients, algorithm, self.environment, device, self.mode, memory)
+        room = devices.stack_bytes(device) if memory is None else memory
+        self.engine = Clients(problem, clients, algorithm, self.environment, device, self.mode, room)
         self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
         self.pending: dict[int, Assignment] = {}  # those of them that are yet to be evaluated
         self.ready: dict[int, Ready] = {}  # what the others have computed
