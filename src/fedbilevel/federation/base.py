@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.federation import ranks
 from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
 from fedbilevel.submodels import Submodel
@@ -301,6 +303,31 @@ class Replies:
             for sums, amount in ((self._held, len(replies)), (self._weights, _weight(replies))):
                 sums[kind] = sums[kind] + part * amount if kind in sums else part * amount
         self._parts += replies
+
+    def merge(self) -> None:
+        """With several ranks, each of which has added replies of its own: all have then added all of them."""
+        if ranks.size() == 1:
+            return
+        sums = {"sums": self._sums, "held": self._held, "weights": self._weights}
+        everyone = ranks.gather((self._replies, self._parts, self.refused, ranks.sent(sums, "meta")))
+        replies, parts, refused, forms = zip(*everyone, strict=True)
+        like = {name: {key: value for form in forms for key, value in form[name].items()} for name in sums}
+        here = next(iter(self.problem.x.values())).device
+
+        def zeros(form: Tensor) -> Tensor:
+            return torch.zeros(form.shape, dtype=form.dtype, device=here)
+
+        own = {name: {**pytree.tree_map(zeros, like[name]), **sums[name]} for name in sums}
+        own["sums"].pop("steps", None)  # known to all, and of another dtype
+        self._sums, self._held, self._weights = ranks.total(own).values()
+        self._replies, self._parts = (list(itertools.chain(*lists)) for lists in (replies, parts))
+        if self._replies:
+            steps = sum(reply.weight * reply.steps for reply in self._replies)
+            self._sums["steps"] = torch.tensor(steps, dtype=torch.float64)
+        for text in itertools.chain(*refused):
+            if text not in self.refused:
+                log.warning("%s: reply refused, %s", self.place, text)
+        self.refused = list(itertools.chain(*refused))
 
     def _check(self, client: int, values: Mapping[str, Any]) -> bool:
         wrong = [name for name, value in values.items() if not is_finite(value)]

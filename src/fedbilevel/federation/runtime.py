@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -147,10 +148,13 @@ class Runtime(ABC):
 
     def snapshot(self) -> dict[str, Any]:
         """The same as plain values and tensors, for a file."""
-        return {**self.mark(), "heard": sorted(self.heard)}
+        return {**Runtime.mark(self), "heard": sorted(self.heard)}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        self.back({**snapshot, "heard": set(snapshot["heard"])})
+        Runtime.back(self, {**snapshot, "heard": set(snapshot["heard"])})
+
+    def keep_in(self, folder: Path) -> None:  # noqa: B027  (there may be nothing to put there)
+        """Where to put, from now on, what would make every checkpoint large."""
 
     def _assign(
         self, phase: str, clients: Sequence[int], each: Each, submodels: Submodels, shared: Mapping[str, Any]
