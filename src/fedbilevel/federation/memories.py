@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import struct
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -47,17 +48,24 @@ class Memories(MutableMapping[int, Memory]):
         self._changed: set[int] = set()  # those of which the file does not have the latest
         self._undo: dict[int, Memory] = {}
         self._records = Records()
+        self._before: list[Records] = []  # of checkpoints, until the first change
         self._outdated: list[Path] = []  # files that the last checkpoint needs, and the next will not
-        self._needless: list[Path] = []  # files that the last checkpoint does not need
+        self._needless: list[Path] = []  # files that no checkpoint needs
 
     def __iter__(self) -> Iterator[int]:
-        return (client for client in {**self._records.places, **self._near} if self._near.get(client, True))
+        found = itertools.chain(self._near, self._records.places, *(records.places for records in self._before))
+        return (client for client in dict.fromkeys(found) if self._near.get(client, True))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __getitem__(self, client: int) -> Memory:
-        memory = self._near[client] if client in self._near else self._there(self._records.read(client))
+        if client in self._near:
+            memory = self._near[client]
+        elif records := self._holder(client):
+            memory = pytree.tree_map(lambda t: t.to(self.device), records.read(client))
+        else:
+            raise KeyError(client)
         self._put(client, memory)
         if not memory:
             raise KeyError(client)
@@ -66,7 +74,7 @@ class Memories(MutableMapping[int, Memory]):
     def __setitem__(self, client: int, memory: Memory) -> None:
         if client not in self._undo:
             self._undo[client] = self.get(client, {})
-        if memory or client in self._records.places:
+        if memory or self._holder(client):
             self._changed.add(client)
             self._put(client, memory)
         else:
@@ -78,16 +86,13 @@ class Memories(MutableMapping[int, Memory]):
             raise KeyError(client)
         self[client] = {}
 
-    def _there(self, memory: Memory) -> Memory:
-        return pytree.tree_map(lambda t: t.to(self.device), memory)  # type: ignore[no-any-return]
-
     def _put(self, client: int, memory: Memory) -> None:
         self._size += nbytes(memory) - nbytes(self._near.pop(client, {}))
         self._near[client] = memory
         while self._size > self.most:
             oldest = next(iter(self._near))
             self._write(oldest)
-            self._size -= nbytes(self._near.pop(oldest))
+            self._size -= nbytes(self._near.pop(oldest, {}))
 
     def mark(self) -> int:
         self._undo, self._marks = {}, self._marks + 1
@@ -105,56 +110,56 @@ class Memories(MutableMapping[int, Memory]):
             return dict(self)
         for client in sorted(self._changed):
             self._write(client)
-        self._near = {client: memory for client, memory in self._near.items() if memory}
+        if self._before or self._records.places:
+            self._own()
         for path in self._needless:
             path.unlink(missing_ok=True)
         self._outdated, self._needless = [], self._outdated
+        if self._records.path is None:
+            return None
         self._records.file.flush()
-        return (self._records.path.name, self._records.end) if self._records.path else None
+        return self._records.path.name, self._records.end
 
     def restore(self, saved: Sequence[Saved]) -> None:
-        """What every rank has saved, as far as it is of this one's clients.
-
-        It is copied into a new file: one that is gone on with would not be what its checkpoint says.
-        """
+        """What every rank has saved, as far as it is of this one's clients. The files stay as they are."""
         self._forget()
         files = dict(part for part in saved if isinstance(part, tuple))
-        for path in self.folder.glob("memories-*") if self.folder else ():
+        for path in sorted(self.folder.glob("memories-*")) if self.folder else ():
             if ranks.mine(int(path.name.split("-")[1])):
-                if path.name in files:
-                    self._outdated.append(path)
-                else:
-                    path.unlink()  # of a run that was killed before its next checkpoint
+                (self._outdated if path.name in files else self._needless).append(path)
         for client, memory in itertools.chain(*(part.items() for part in saved if isinstance(part, dict))):
             if ranks.mine(client):
-                self[client] = self._there(memory)
-        for name, length in files.items():
-            assert self.folder
-            old = Records(self.folder / name, length)
-            self._copy(old, filter(ranks.mine, old.places))
+                self[client] = pytree.tree_map(lambda t: t.to(self.device), memory)
+        self._before = [Records((self.folder or Path()) / name, length) for name, length in files.items()]
         self.mark()
+
+    def _holder(self, client: int) -> Records | None:
+        """Where on disk a client's memory is."""
+        return next((records for records in (self._records, *self._before) if client in records.places), None)
 
     def _write(self, client: int) -> None:
         if client not in self._changed:
             return
         self._changed.discard(client)
-        records = self._records
+        records = self._own()
         if records.end > 2 * records.live + SLACK:
             self._outdated += [records.path] if records.path else []
-            self._records = Records()
-            self._copy(records, records.places)
-        self._file().append(client, Records.made(client, self._near[client]))
+            self._before, self._records = [records], Records()
+            records = self._own()
+        records.append(client, Records.made(client, self._near[client]))
+        if not self._near[client]:
+            del self._near[client]
 
-    def _copy(self, old: Records, clients: Iterable[int]) -> None:
-        for client in clients:
-            self._file().append(client, old.record(client))
-        old.file.close()
-
-    def _file(self) -> Records:
-        """A run without memories has no file."""
+    def _own(self) -> Records:
+        """The file to write to, with all there is; a file of a checkpoint is read, and then left alone."""
         if self.folder and not self._records.path:
             names = (f"memories-{ranks.rank()}-{number}" for number in itertools.count())
+            self._before.append(self._records)
             self._records = Records(next(path for name in names if not (path := self.folder / name).exists()))
+        while self._before:
+            old = self._before.pop()
+            for client in filter(ranks.mine, old.places):
+                self._records.append(client, old.record(client))
         return self._records
 
 
@@ -167,8 +172,7 @@ class Records:
         self.path = path
         self.places: dict[int, tuple[int, int]] = {}  # where a client's record begins, and how long it is
         self.end = self.live = 0  # bytes of the file, and of the valid records in it
-        self.file: IO[bytes] = path.open("rb" if length else "x+b") if path else tempfile.TemporaryFile()  # noqa: SIM115
-        weakref.finalize(self, self.file.close)
+        self._length = length
         while self.end < length:
             self.file.seek(self.end)
             client, plain, tensors, _ = self._unpack(self.file.read(self.HEAD.size))
@@ -177,6 +181,14 @@ class Records:
             self._valid(client, self.HEAD.size + plain + tensors, plain > 0)
         if self.end > length:
             raise self._damaged()
+
+    @functools.cached_property
+    def file(self) -> IO[bytes]:
+        opened: IO[bytes] = (
+            self.path.open("rb" if self._length else "x+b") if self.path else tempfile.TemporaryFile()  # noqa: SIM115
+        )
+        weakref.finalize(self, opened.close)
+        return opened
 
     def append(self, client: int, record: bytes) -> None:
         self.file.seek(self.end)
