@@ -59,7 +59,7 @@ class Cost:
 class Accounts:
     """What each client that took part has paid: `figures` has a row for each of `FIGURES`, a column for each of `ids`.
 
-    Tensors, because they are copied in every iteration and there may be 100,000 clients.
+    A charge and the way `back` to the last `mark` cost what they change, whatever the number of clients so far.
     """
 
     FIGURES: ClassVar = ("bytes_up", "bytes_down", "flops", "peak_bytes")
@@ -68,6 +68,30 @@ class Accounts:
 
     def __post_init__(self) -> None:
         self._column = {client: j for j, client in enumerate(self.ids.tolist())}
+        self._room = torch.zeros(0, 0, dtype=torch.int64)  # ids and figures are parts of it
+        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._marked = 0
+
+    def mark(self) -> int:
+        self._undo, self._marked = [], len(self.ids)
+        return self._marked
+
+    def back(self, mark: int) -> None:
+        for columns, paid in reversed(self._undo):
+            self.figures[:, columns] = paid
+        for client in self.ids[mark:].tolist():
+            del self._column[client]
+        self.ids, self.figures = self.ids[:mark], self.figures[:, :mark]
+
+    def _enrol(self, new: Sequence[int]) -> None:
+        before, after = len(self.ids), len(self.ids) + len(new)
+        if after > self._room.shape[1]:
+            self._room = torch.zeros(1 + len(self.FIGURES), 2 * after, dtype=torch.int64)
+            self._room[:, :before] = torch.cat([self.ids.unsqueeze(0), self.figures])
+        self._room[:, before:after] = 0
+        self._room[0, before:after] = torch.tensor(new)
+        self.ids, self.figures = self._room[0, :after], self._room[1:, :after]
+        self._column |= {client: j for j, client in enumerate(new, before)}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Accounts):
@@ -81,10 +105,10 @@ class Accounts:
 
     def charge(self, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]) -> None:
         if new := [client for client in dict.fromkeys(clients) if client not in self._column]:
-            self._column |= {client: j for j, client in enumerate(new, len(self._column))}
-            self.ids = torch.cat([self.ids, torch.tensor(new)])
-            self.figures = torch.nn.functional.pad(self.figures, (0, len(new)))
+            self._enrol(new)
         columns = torch.tensor([self._column[client] for client in clients])
+        old = columns[columns < self._marked]
+        self._undo.append((old, self.figures[:, old]))
         for name, each in amounts.items():
             row = self.figures[self.FIGURES.index(name)]
             if name in LARGEST:
@@ -127,6 +151,17 @@ class Ledger:
     def load(cls, values: Mapping[str, Any]) -> Ledger:
         phases = {name: Cost(**cost) for name, cost in values["phases"].items()}
         return cls(**{**values, "phases": phases, "clients": Accounts(**deepcopy(values["clients"]))})
+
+    def mark(self) -> dict[str, Any]:
+        """To go `back` to, until the next."""
+        values = {f.name: deepcopy(getattr(self, f.name)) for f in fields(self) if f.name != "clients"}
+        return {**values, "clients": self.clients.mark()}
+
+    def back(self, mark: Mapping[str, Any]) -> None:
+        for name, value in mark.items():
+            if name != "clients":
+                setattr(self, name, deepcopy(value))
+        self.clients.back(mark["clients"])
 
     def phase(self, name: str) -> Cost:
         return self.phases.setdefault(name, Cost())
