@@ -473,12 +473,10 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise
-        if os.environ.get("RANK", "0") == "0":  # of several ranks, the first speaks for all
+        ranks = sys.modules.get("fedbilevel.federation.ranks")
+        if not (ranks and ranks.rank()):
             sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
         sys.exit(2)
-    finally:
-        if "torch.distributed" in sys.modules:
-            sys.modules["fedbilevel.federation.ranks"].end()
 
 
 def _explain(error: Exception) -> str:

@@ -7,6 +7,7 @@ sees it. Without `torch.distributed` there is one rank, and nothing here does an
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 from collections import defaultdict
@@ -26,11 +27,7 @@ def start() -> None:
     """Join the ranks that `torchrun` has started, if it has."""
     if "TORCHELASTIC_RUN_ID" in os.environ and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-
-
-def end() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        atexit.register(dist.destroy_process_group)
 
 
 def size() -> int:

@@ -51,6 +51,7 @@ class SimulatedFederation(Runtime):
 
     mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes; "loop" runs them
     one by one, for debugging and for losses that `vmap` cannot take. Both see the same draws and agree to rounding.
+    Of what clients remember as many bytes are held in memory, the rest in a file.
 
     The clock is virtual: an `ask` takes as long as its slowest client, a posted task is due when its client's delay is
     over. What a posted task computes depends only on what was sent, so it is evaluated when it is first needed,
