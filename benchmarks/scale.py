@@ -57,11 +57,11 @@ class Remember(SimFBO):
     phases: ClassVar = {"descend": Remembering}
 
 
-def small(clients: int, method: type[SimFBO] = SimFBO, memory: int = 2**31) -> Run:
+def small(clients: int, method: type[SimFBO] = SimFBO) -> Run:
     """A small network: what could grow with the number of clients would show."""
     environment = fb.Environment(participation=COHORT, batch_size=16)
     net, data = problem(fb.nets.mlp(64, 32, 10)), LazyClients(clients, samples=32, features=64)
-    return Run(fb.SimulatedFederation(net, data, method(), environment, memory=memory), {})
+    return Run(fb.SimulatedFederation(net, data, method(), environment), {})
 
 
 def iteration(run: Run, every: int = 10) -> Callable[[], None]:
@@ -84,8 +84,8 @@ def experienced(clients: int) -> Run:
 
 
 def remembering(clients: int, folder: str) -> Run:
-    """All of them remember something, of which a twentieth is held in memory."""
-    run = small(clients, Remember, memory=2**26)
+    """All of them remember something, of which 4 MB are held in memory."""
+    run = small(clients, Remember)
     (Path(folder) / str(clients)).mkdir()
     run.fed.keep_in(Path(folder) / str(clients))
     memories = run.fed.engine.memories  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def peak_memory(clients: int) -> float:
 
 def large(cohort: int = 10, tau: int = 5, hidden: int = 200, batch: int = 64) -> Callable[[], None]:
     """An MLP whose arithmetic is most of a round; everyone takes part."""
-    data = LazyClients(cohort, samples=batch, features=784)
+    data = LazyClients(cohort, samples=4 * batch, features=784)
     clients = [data[i] for i in range(cohort)]
     environment = fb.Environment(local_steps=tau, batch_size=batch)
     return Run(
