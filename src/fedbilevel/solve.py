@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedbilevel import algorithms, checks
+from fedbilevel import algorithms, checks, devices
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
 from fedbilevel.federation import QuorumError, SimulatedFederation, ranks
@@ -166,14 +166,16 @@ def solve(
 ) -> Result:
     """Solve a federated bilevel problem; the docs of each algorithm say what it does.
 
-    rounds: a budget of communication rounds; no iteration starts once it is reached. evaluate(x, y) returns a dict of
-    numbers that is added to the metrics, before round 0 and at the end of the first iteration at or after each multiple
-    of `every`. federation: instead of the one that is made from algorithm ("simfbo" by default), environment, weights
-    and seed. out: the run leaves a folder (metrics, checkpoint, summary); `resume=True` goes on with the one in it.
+    rounds: a budget of communication rounds; no iteration starts once it is reached. device: cpu, cuda, or auto.
+    evaluate(x, y) returns a dict of numbers that is added to the metrics, before round 0 and at the end of the first
+    iteration at or after each multiple of `every`. federation: instead of the one that is made from algorithm ("simfbo"
+    by default), environment, weights and seed. out: the run leaves a folder (metrics, checkpoint, summary);
+    `resume=True` goes on with the one in it.
     """
     if resume and out is None:
         raise ValueError("resume is True but out is not given; a run goes on in its folder")
     if federation is None:
+        device = devices.chosen(device)
         method = algorithms.get(algorithm)() if isinstance(algorithm, str) else algorithm or algorithms.SimFBO()
         device = ranks.device(device)
         fed: Runtime = SimulatedFederation(

@@ -83,10 +83,14 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
 
 def is_finite(values: Any) -> bool:
     """Whether every tensor and number in a nested value is finite."""
-    return all(
-        bool(torch.isfinite(leaf).all()) if isinstance(leaf, Tensor) else math.isfinite(leaf)
-        for leaf in pytree.tree_leaves(values)
-    )
+    leaves = pytree.tree_leaves(values)
+    if not all(math.isfinite(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
+        return False
+    flags: dict[torch.device, list[Tensor]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            flags.setdefault(leaf.device, []).append(torch.isfinite(leaf).all())
+    return all(bool(torch.stack(found).all()) for found in flags.values())  # one look at each device
 
 
 def nbytes(values: Any) -> int:

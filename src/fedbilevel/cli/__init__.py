@@ -33,7 +33,7 @@ Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds
 TaskName = Annotated[str | None, typer.Option(help="Another task, by name or as module:function.")]
 DataName = Annotated[str | None, typer.Option(help="Another data set.")]
 Seed = Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Methods = Annotated[str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")]
 Clients = Annotated[int | None, typer.Option(min=1, help="How many clients the federation has.")]
 Keys = Annotated[Path | None, typer.Option(help="A folder made by `fedbilevel keys`: encryption, and keys for nodes.")]
@@ -101,7 +101,7 @@ def run(
     real = checks.one_of("federation", federation, ("simulated", "flower", "ray")) == "flower"
     if not real and (stock or keys):
         raise ValueError("--stock and --keys are for --federation flower")
-    config = resolve({}) if clients is None else _with_clients(resolve, clients)
+    config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = ranks.first(lambda: out or _fresh(Path("runs", title.replace(" ", "-"))))
     if real:
@@ -135,9 +135,16 @@ def _finish(summary: dict[str, Any], folder: Path, quiet: bool, json_: bool) -> 
 
 
 def _with_clients(resolve: Callable[[dict[str, Any]], Any], clients: int | None) -> Any:
-    from fedbilevel.cli.federation import with_clients
-
-    return with_clients(resolve, clients)
+    """The config for so many clients: the task deals its data to them, and no more of them can take part."""
+    config = resolve({})
+    if clients is None:
+        return config
+    section = next((name for name in ("data", "task") if "clients" in config.table.get(name, {})), None)
+    changes: dict[str, Any] = {f"{section}.clients": clients} if section else {}
+    taking_part = config.environment.participation
+    if isinstance(taking_part, int) and taking_part > clients:
+        changes["environment.participation"] = clients
+    return resolve(changes)
 
 
 def _run_flower(
@@ -156,13 +163,13 @@ def _run_flower(
     from fedbilevel.federation.flower.deployment import Deployment
 
     count = clients or len(config.load_task(data_dir).clients)
-    own = ["--data-dir", str(data_dir.resolve())] if data_dir else []
+    own = {"data-dir": str(data_dir.resolve())} if data_dir else {}
     if ":" in config.table["task"]["name"]:
-        own += ["--task", config.table["task"]["name"]]
+        own["task"] = config.table["task"]["name"]
 
     def nodes(site: Deployment) -> None:
         for partition in range(count):
-            site.node(partition, *own, warm=not stock)
+            site.node(partition, warm=not stock, options=own)
 
     return serve(
         *(config, title, folder),
@@ -194,7 +201,7 @@ def serve_(
     json_: Json = False,
 ) -> None:
     """Run an experiment with clients on other machines: a Flower SuperLink with our server on it."""
-    from fedbilevel.cli.federation import serve, with_clients
+    from fedbilevel.cli.federation import serve
     from fedbilevel.federation.flower.deployment import LOOPBACK, Deployment, check_plain
     from fedbilevel.runs import config as configs
 
@@ -205,7 +212,7 @@ def serve_(
     def resolve(changes: dict[str, Any]) -> configs.Config:
         return configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes})
 
-    config = with_clients(resolve, clients)
+    config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = out or _fresh(Path("runs", title.replace(" ", "-")))
     if host not in LOOPBACK:
@@ -231,7 +238,7 @@ def join(
     ca: Annotated[Path | None, typer.Option(help="The authority of the server's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="This client's own private key.")] = None,
     plain: Plain = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "cpu",
     data_dir: DataDir = None,
 ) -> None:
     """Be a client of a federation, with data that stays here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -421,10 +422,14 @@ def _weight(replies: Sequence[Reply]) -> float:
 
 
 def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, Any]:
+    weights = torch.tensor([reply.weight for reply in replies], dtype=torch.float64)
+    there = functools.lru_cache(
+        weights.to
+    )  # once for each device and dtype: a copy to a GPU waits for what it is doing
+
     def total(values: Tensor) -> Tensor:
         values = values if values.is_floating_point() else values.double()
-        weights = torch.tensor([reply.weight for reply in replies], dtype=values.dtype, device=values.device)
-        return (weights @ values.reshape(len(values), -1)).reshape(values.shape[1:])
+        return (there(values.device, values.dtype) @ values.reshape(len(values), -1)).reshape(values.shape[1:])
 
     return pytree.tree_map(total, stack)  # type: ignore[no-any-return]
 

@@ -15,9 +15,11 @@ from torch.utils import _pytree as pytree
 from fedbilevel.environment import Environment
 from fedbilevel.federation import ranks
 from fedbilevel.federation.base import ClientError, log, wrong
-from fedbilevel.federation.batches import Batches, shape
+from fedbilevel.federation.batches import Batches, Take, extents, shape
+from fedbilevel.federation.graphs import Graphs, kinds
 from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
+from fedbilevel.federation.pool import Apart, Pools
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase
 from fedbilevel.problem import ClientData, Problem
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
 MEASURES = ("footprints", "measured", "uses")
+RECORD_FROM = 2  # uses of a task
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
 TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
 
@@ -113,8 +116,12 @@ class Clients:
         self.footprints: dict[str, int] = {}
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
         self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
-        self.names: dict[Hashable, tuple[str, str]] = {}  # of the kinds of steps, in either sense
+        self.names: dict[Hashable, str] = {}
         self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
+        self.held: dict[int, ClientData] = {}  # what the clients hold that are at work
+        self.on_gpu = device != "cpu"
+        self.pools = Pools(memory if self.on_gpu else 0, device)
+        self.graphs = Graphs()
 
     def mark(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
@@ -136,6 +143,7 @@ class Clients:
 
     def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
+        self.held = {w.client: self.client(w.exchange, w.client) for w in work}
         for turn in _turns(work):
             for chunk in self._chunks(turn):
                 for part in self._run(chunk):
@@ -165,9 +173,9 @@ class Clients:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
         groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
         for w in work:
-            role, data = w.exchange.role, self.client(w.exchange, w.client)
+            role, data = w.exchange.role, self.held[w.client]
             form = shape(data, role.batch, w.exchange.batch_size(self.environment), isinstance(role.steps, Epochs))
-            sent = (w.exchange.form, _form(dict(w.each)), _form(self._recall(w)))
+            sent = (w.exchange.form, _form(w.each), _form(self._recall(w)))
             # A schedule gives every iteration settings of its own.
             groups[(w.exchange.phase, form, sent), id(w.exchange.settings)].append(w)
         for (kind, _), group in groups.items():
@@ -179,7 +187,7 @@ class Clients:
     def _footprint(self, kind: str, group: list[Assignment]) -> int:
         """Bytes that a client takes in a stack: two steps of the two largest ones are run and measured."""
         if kind not in self.footprints:
-            group = sorted(group, key=lambda w: self.data[w.client].size("train") + self.data[w.client].size("val"))
+            group = sorted(group, key=lambda w: self.held[w.client].size("train") + self.held[w.client].size("val"))
             steps = min(2, max(w.steps for w in group))
             with Meter() as meter:
                 self._run([w._replace(steps=steps) for w in group[-2:]])
@@ -205,18 +213,10 @@ class Clients:
         return cast(list[Part], run)
 
     def _run_stack(self, work: list[Assignment], lift: Lift) -> Iterator[Part]:
-        """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
+        """start, step, finish for a stack, whose longest tasks come first."""
         exchange, role = work[0].exchange, work[0].exchange.role
-        data, keys = [self.data[w.client] for w in work], torch.tensor([w.key for w in work])
-        batches = Batches(
-            *(data, keys, role.batch, exchange.batch_size(self.environment)),
-            draws=role.draws,
-            epochs=isinstance(role.steps, Epochs),
-            paired=self.problem.lower_level == "private",
-            device=self.device,
-        )
+        data, lengths = [self.held[w.client] for w in work], [w.steps for w in work]
         dtype = next(iter(self.problem.x.values())).dtype
-        steps = torch.tensor([w.steps for w in work], dtype=dtype, device=self.device)
 
         def tensor(value: Any) -> Tensor:
             return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=self.device)
@@ -224,33 +224,101 @@ class Clients:
         def stack(*values: Any) -> Tensor:
             return torch.stack([tensor(value) for value in values])
 
-        shared, own = exchange.shared, _stacked([dict(w.each) for w in work], stack)
+        shared, own = (
+            pytree.tree_map(lambda v: tensor(v) if isinstance(v, float) else v, dict(exchange.shared)),
+            _stacked([dict(w.each) for w in work], stack),
+        )
         places = {e: place for place, e in enumerate(dict.fromkeys(w.exchange for w in work))}
         if len(places) > 1:  # not everyone was sent the same
             sent, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
             shared, own = {}, {**pytree.tree_map(lambda t: t[rows], sent), **own}
+        held = extents(data, role.batch, exchange.batch_size(self.environment), self.device)
+        numbers = [w.client for w in work]
+        # In memory, bringing samples together costs a copy of all of them: it pays if as many are drawn.
+        pays = {side: self.on_gpu or most <= lengths[0] * batch * role.draws for side, (batch, most, _) in held.items()}
+        pools = {side: self.pools.bring(side, numbers, data) for side, it in pays.items() if it}
+        inputs = {
+            "shared": shared,
+            "own": own,
+            "memory": _stacked([self._recall(w) for w in work], stack),
+            "steps": torch.tensor(lengths, dtype=dtype).to(self.device),
+            "keys": torch.tensor([w.key for w in work]).to(self.device),
+            "extents": held,
+            "starts": {side: starts for side, (_, starts) in pools.items()},
+            "pools": {side: [t.data_ptr() for t in pool.tensors] for side, (pool, _) in pools.items()},
+            "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
+        }
+        others = {side: Apart([getattr(d, side) for d in data]) for side, it in pays.items() if not it}
+
+        def program(given: Any) -> tuple[Any, Any]:
+            def take(side: str, indices: Tensor | None) -> Any:
+                if side in others:
+                    return others[side].take(indices)
+                return pools[side][0].take(indices, given["starts"][side], given["extents"][side].most)
+
+            return self._program(exchange, lift, given, take)
+
+        run = self.graphs.run if self._often(exchange, inputs) else lambda _, program, given: program(given)
+        replies, spent = run(exchange.phase, program, inputs)
+        start = 0
+        for length, count in Counter(lengths).items():
+            end = start + count
+            values = pytree.tree_map(lambda t, rows=slice(start, end): t[rows], replies)
+            yield Part(work[start:end], values, spent[length])
+            start = end
+
+    def _often(self, exchange: Exchange, inputs: Any) -> bool:
+        """Whether a task is used often enough to be recorded. It is counted in the checkpoint, as in `_step`."""
+        if not self.on_gpu or exchange.settings is not self.algorithm:  # a schedule's numbers would be frozen
+            return False
+        leaves, form = pytree.tree_flatten({**inputs, "pools": {}})
+        name = self._name((exchange.phase, "task", form, kinds(leaves)))
+        self.uses[name] = self.uses.get(name, 0) + 1
+        return self.uses[name] > RECORD_FROM
+
+    def _program(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
+        """The replies of a stack, and what tasks of 0, 1, 2, ... steps took.
+
+        Step k runs on the clients that take more than k steps: on the first of the stack, or, on a GPU, on all, and
+        those who are done stay where they are. There a stack of one size is worth more than the work that is saved.
+        """
+        role, lengths = exchange.role, given["lengths"]
+        batches = Batches(
+            *(given["keys"], given["extents"], take),
+            steps=lengths[0],
+            draws=role.draws,
+            epochs=isinstance(role.steps, Epochs),
+            paired=self.problem.lower_level == "private",
+        )
 
         def start(own: Any, memory: Any, steps: Tensor) -> Any:
             remembered = {"memory": memory} if role.remembers else {}
-            return role.start(Message(**shared, **own, **remembered, steps=steps))
+            return role.start(Message(**given["shared"], **own, **remembered, steps=steps))
 
-        memory = _stacked([self._recall(w) for w in work], stack)
-        letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(shared) if isinstance(leaf, Tensor)]
-        took = self._took(exchange, "start", lambda _, *args: start(*args), letter, own, memory, steps)
-        carry = lift(start)(own, memory, steps)
-        active, done = len(work), []
-        for k in range(work[0].steps):
-            still = sum(w.steps > k for w in work)
-            if still < active:
-                ended = pytree.tree_map(lambda t, still=still: t[still:], carry)
-                done.append((work[still:active], ended, took._replace(samples=batches.samples)))
+        sent = given["own"], given["memory"], given["steps"]
+        letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(given["shared"]) if isinstance(leaf, Tensor)]
+        spent = [self._took(exchange, "start", lambda _, *args: start(*args), letter, *sent)]
+        carry = lift(start)(*sent)
+        done = []
+        for k in range(lengths[0]):
+            if not self.on_gpu and (still := sum(length > k for length in lengths)) < len(pytree.tree_leaves(carry)[0]):
+                done.append(pytree.tree_map(lambda t, still=still: t[still:], carry))
                 carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
-                active = still
-            carry, more = self._step(exchange, "step" if k else "first", carry, batches.at(k, active), lift)
-            took = took.then(more)
-        for part, final, before in [(work[:active], carry, took._replace(samples=batches.samples)), *done]:
-            last = self._took(exchange, "finish", role.finish, final)
-            yield Part(part, lift(role.finish)(final), before.then(last))
+            batch = batches.at(k, len(pytree.tree_leaves(carry)[0]))
+            stepped, more = self._step(exchange, "step" if k else "first", carry, batch, lift)
+            carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
+            spent.append(spent[-1].then(more)._replace(samples=batches.samples))
+        carries = [carry, *reversed(done)]
+        last = self._took(exchange, "finish", role.finish, carry)
+        replies = [lift(role.finish)(final) for final in carries]
+        whole = pytree.tree_map(lambda *parts: torch.cat(parts), *replies) if done else replies[0]
+        return whole, [took.then(last) for took in spent]
+
+    def _name(self, key: Hashable) -> str:
+        """A short name, the same in every process."""
+        if key not in self.names:
+            self.names[key] = blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        return self.names[key]
 
     def _took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
         return self._use(exchange, place, fn, *pytree.tree_flatten(args))[1]
@@ -264,10 +332,8 @@ class Clients:
         would, and a trace leaves out what is computed for nothing.
         """
         key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
-        if (names := self.names.get(key)) is None:
-            one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
-            self.names[key] = names = (_digest(key), _digest(one))
-        name, kind = names
+        name = self._name(key)
+        kind = self._name((*key[:3], tuple((value.shape[1:], value.dtype) for value in values)))
         if kind not in self.measured:
             alone = [value[:1] for value in values]
             with Meter() as meter:
@@ -295,11 +361,11 @@ class Clients:
 
         name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
-        large = self.device == "cpu" and took.flops * len(values[0]) > TRACE_BELOW
-        if lift is not stacked or moving or large:
+        large = not self.on_gpu and took.flops * len(values[0]) > TRACE_BELOW
+        if (self.on_gpu and not self.graphs.recording) or lift is not stacked or moving or large:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         self.uses[name] = self.uses.get(name, 0) + 1
-        if self.uses[name] <= TRACE_FROM:
+        if self.uses[name] <= TRACE_FROM and not self.on_gpu:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         if name not in self.traces:
             try:
@@ -327,17 +393,19 @@ def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
 
 def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
     """Where clients remember, their tasks follow each other: each may leave a memory for the next."""
+    if not work or not work[0].exchange.role.remembers:
+        return [work]
     turns: dict[int, list[Assignment]] = defaultdict(list)
     before: Counter[int] = Counter()
     for w in work:
         turns[before[w.client]].append(w)
-        before[w.client] += w.exchange.role.remembers
+        before[w.client] += 1
     return turns.values()
 
 
 def _form(values: Mapping[str, Any]) -> str:
     """What can be stacked has the same form."""
-    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), values)) if values else ""
+    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(values))) if values else ""
 
 
 def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
@@ -345,9 +413,9 @@ def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict
     return pytree.tree_map(stack, *values) if values[0] else {}
 
 
-def _digest(key: Hashable) -> str:
-    """A short name, the same in every process."""
-    return blake2b(repr(key).encode(), digest_size=8).hexdigest()
+def _moved(which: Tensor, new: Any, old: Any) -> Any:
+    """The new values of those clients, the old ones of the others."""
+    return pytree.tree_map(lambda n, o: torch.where(which.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel import checks
+from fedbilevel import checks, devices
 from fedbilevel.environment import Environment
 from fedbilevel.federation import ranks
 from fedbilevel.federation.base import Each, Replies, Values, join, row, wrong
@@ -49,9 +49,10 @@ class Ending(NamedTuple):
 class SimulatedFederation(Runtime):
     """Runs an algorithm's phases on clients held in memory (any sequence; a lazy one is asked only for the cohort).
 
-    mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes; "loop" runs them
-    one by one, for debugging and for losses that `vmap` cannot take. Both see the same draws and agree to rounding.
-    Of what clients remember as many bytes are held in memory, the rest in a file.
+    mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes (by default two
+    gigabytes, or a quarter of a GPU); "loop" runs them one by one, for debugging and for losses that `vmap` cannot
+    take. Both see the same draws and agree to rounding. Of what clients remember as many bytes are held in memory,
+    the rest in a file.
 
     The clock is virtual: an `ask` takes as long as its slowest client, a posted task is due when its client's delay is
     over. What a posted task computes depends only on what was sent, so it is evaluated when it is first needed,
@@ -71,7 +72,7 @@ class SimulatedFederation(Runtime):
         seed: int = 0,
         device: str = "cpu",
         mode: Literal["stack", "loop"] = "stack",
-        memory: int = 2**31,
+        memory: int | None = None,
     ) -> None:
         super().__init__(problem, len(clients), algorithm, environment, seed, device)
         self.clients = clients
@@ -79,7 +80,8 @@ class SimulatedFederation(Runtime):
         self.mode = checks.one_of("mode", mode, ("stack", "loop"))
         episode = self.environment.batch_size if problem.lower_level == "private" else None
         on_client(0, "before round 1", lambda: problem.check(clients[0], device, episode))
-        self.engine = Clients(problem, clients, algorithm, self.environment, device, self.mode, memory)
+        room = devices.stack_bytes(device) if memory is None else memory
+        self.engine = Clients(problem, clients, algorithm, self.environment, device, self.mode, room)
         self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
         self.pending: dict[int, Assignment] = {}  # those of them that are yet to be evaluated
         self.ready: dict[int, Ready] = {}  # what the others have computed
@@ -269,7 +271,7 @@ class SimulatedFederation(Runtime):
         if not work:
             return []
         shared = {exchange: nbytes(exchange.shared) for exchange in {w.exchange for w in work}}
-        sent = [shared[w.exchange] + nbytes(dict(w.each)) for w in work]
+        sent = [shared[w.exchange] + (nbytes(dict(w.each)) if w.each else 0) for w in work]
         self.ledger.charge(work[0].exchange.phase, [w.client for w in work], bytes_down=sent)
         if conditions.delay is None and faults is None:
             return [Ending(self.now, w.number, 0, w.client, False) for w in work]

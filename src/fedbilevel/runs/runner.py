@@ -21,10 +21,7 @@ def prepare(config: Config, data_dir: Path | None = None) -> Run:
 
 def load(config: Config, data_dir: Path | None = None) -> Task:
     """The task, on a machine that is set up for it."""
-    device = config.experiment.device
     torch.set_num_threads(config.table["runtime"]["threads"])
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise ValueError(f"device is {device!r}; this machine has 'cpu'" + _accelerators())
     return config.load_task(data_dir)
 
 
@@ -39,13 +36,9 @@ def simulation(config: Config, task: Task) -> SimulatedFederation:
         seed=experiment.seed,
         device=device,
         mode=experiment.runtime.mode,
-        memory=experiment.runtime.memory,
+        memory=config.table["runtime"]["memory"],
     )
 
 
 def run_of(config: Config, task: Task, fed: Runtime) -> Run:
     return Run(fed, config.limits, task.evaluate, config.every, config.experiment.stop.test_accuracy)
-
-
-def _accelerators() -> str:
-    return " and 'cuda'" if torch.cuda.is_available() else " only"
