@@ -244,7 +244,7 @@ def client_weights(weights: str | Sequence[float], clients: Sequence[ClientData]
     if isinstance(weights, str):
         if checks.one_of("weights", weights, ("uniform", "samples")) == "uniform":
             return _Uniform(n)
-        values: Sequence[Any] = [client.size("train") for client in clients]
+        values: Sequence[Any] = [clients[i].size("train") for i in range(n)]
     elif isinstance(weights, Sequence):
         values = weights
     else:

@@ -13,9 +13,11 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
+from fedbilevel.federation import ranks
 from fedbilevel.federation.base import ClientError, log, wrong
 from fedbilevel.federation.batches import Batches, Take, extents, shape
 from fedbilevel.federation.graphs import Graphs, kinds
+from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
 from fedbilevel.federation.pool import Apart, Pools
 from fedbilevel.oracle import Oracle
@@ -110,7 +112,7 @@ class Clients:
     ) -> None:
         self.problem, self.data, self.algorithm, self.environment = problem, data, algorithm, environment
         self.device, self.mode, self.memory = device, mode, memory
-        self.memories: dict[int, dict[str, Any]] = {}  # what clients keep for themselves
+        self.memories = Memories(device, memory)  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
         self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
@@ -121,14 +123,23 @@ class Clients:
         self.pools = Pools(memory if self.on_gpu else 0, device)
         self.graphs = Graphs()
 
-    def snapshot(self) -> dict[str, Any]:
+    def mark(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
-        return {name: dict(getattr(self, name)) for name in ("memories", *MEASURES)}
+        return {"memories": self.memories.mark(), **{name: dict(getattr(self, name)) for name in MEASURES}}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        self.memories = pytree.tree_map(lambda t: t.to(self.device), dict(snapshot["memories"]))
+    def back(self, mark: Mapping[str, Any]) -> None:
+        self.memories.back(mark["memories"])
         for name in MEASURES:
-            setattr(self, name, dict(snapshot[name]))
+            setattr(self, name, dict(mark[name]))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**self.mark(), "memories": self.memories.save()}
+
+    def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
+        """Of every rank; other ranks than then stack other clients, and so measure anew what the first had not."""
+        self.memories.restore([snapshot["memories"] for snapshot in snapshots])
+        own = snapshots[ranks.rank() if len(snapshots) == ranks.size() else 0]
+        self.back({**own, "memories": self.memories.mark()})
 
     def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
@@ -156,9 +167,7 @@ class Clients:
             raise TypeError(f"phase {phase!r} remembers; its finish must return a memory beside its reply")
         memory = part.values.pop("memory")
         for j, w in enumerate(part.work):
-            self.memories.pop(w.client, None)
-            if memory:
-                self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
+            self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
 
     def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fedbilevel.federation import SimulatedFederation
+from fedbilevel.federation import SimulatedFederation, ranks
 from fedbilevel.federation.runtime import Runtime
 from fedbilevel.runs.config import Config
 from fedbilevel.solve import Run
@@ -26,15 +26,15 @@ def load(config: Config, data_dir: Path | None = None) -> Task:
 
 
 def simulation(config: Config, task: Task) -> SimulatedFederation:
-    experiment = config.experiment
+    experiment, device = config.experiment, ranks.device(config.experiment.device)
     return SimulatedFederation(
-        task.problem.to(experiment.device),
+        task.problem.to(device),
         task.clients,
         config.algorithm,
         config.environment,
         weights=experiment.weights,
         seed=experiment.seed,
-        device=experiment.device,
+        device=device,
         mode=experiment.runtime.mode,
         memory=config.table["runtime"]["memory"],
     )
