@@ -21,8 +21,12 @@ def draw(*shape: int, tag: str = "trace") -> Tensor:
     return normal(root(0, tag), shape, torch.float64)
 
 
-def operations(module: Any) -> list[str]:
-    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+def nodes(fast: Any) -> list[Any]:
+    return [node for node in fast.__self__.graph.nodes if node.op == "call_function"]
+
+
+def operations(fast: Any) -> list[str]:
+    return [str(node.target) for node in nodes(fast)]
 
 
 def test_gradients_of_a_shared_weight_are_accumulated_not_added() -> None:
@@ -40,7 +44,34 @@ def test_gradients_of_a_shared_weight_are_accumulated_not_added() -> None:
     names = operations(fast)
     assert names.count("aten.bmm.default") == 3  # two forward, one of the gradients; the other one is added in place:
     assert names.count("aten.baddbmm_.default") == 1
-    assert [n.kwargs for n in fast.graph.nodes if str(n.target) == "aten.sub.Tensor"] == [{"alpha": 0.3}]  # type: ignore[attr-defined]
+    assert [n.kwargs for n in nodes(fast) if str(n.target) == "aten.sub.Tensor"] == [{"alpha": 0.3}]
+
+
+def test_what_depends_on_shapes_alone_is_computed_once_and_not_handed_out() -> None:
+    def fn(a: Tensor) -> list[Tensor]:
+        slope = torch.ones_like(a.exp().sum()) * 0.5  # as autograd begins: the sum itself is never needed
+        return [a * slope, torch.zeros_like(a), a + torch.zeros_like(a), (a * 2).sin() + (a * 2).cos()]
+
+    args = (draw(3, 4),)
+    fast = trace(fn, args)
+    for _ in range(2):
+        found = fast(*args)
+        torch.testing.assert_close(found, fn(*args), rtol=0, atol=0)
+        found[1].add_(1.0)
+    names = operations(fast)
+    assert "aten.exp.default" not in names
+    assert names.count("aten.mul.Tensor") == 2  # by the slope, and by 2 once
+
+
+def test_a_bias_is_added_by_the_product() -> None:
+    args = draw(2, 3, 4), draw(2, 4, 5, tag="a"), draw(2, 5, tag="b")
+
+    def fn(a: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        return [b.unsqueeze(1) + torch.bmm(a, w), torch.bmm(a, w).sum((1, 2), keepdim=True) + torch.bmm(a, w)]
+
+    fast = trace(fn, args)
+    torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=1e-14)
+    assert operations(trace(lambda *args: fn(*args)[:1], args)).count("aten.baddbmm.default") == 1
 
 
 def test_a_product_used_twice_is_not_overwritten() -> None:
