@@ -12,8 +12,7 @@ from cryptography import x509
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbilevel import algorithms
-from fedbilevel.cli import main
-from fedbilevel.cli.federation import with_clients
+from fedbilevel.cli import _with_clients, main
 from fedbilevel.federation import QuorumError, SimulatedFederation
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.flower import client, keys, warm
@@ -420,6 +419,6 @@ def test_what_cannot_start_says_so_in_one_line(command: str, why: str, capsys: A
 
 def test_fewer_clients_than_take_part_all_take_part() -> None:
     place, table = configs.read("digits")
-    found = with_clients(lambda changes: configs.resolve(place, table, overrides=changes), 4)
+    found = _with_clients(lambda changes: configs.resolve(place, table, overrides=changes), 4)
     assert found.environment.participation == 4
     assert len(found.load_task(None).clients) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -71,8 +72,18 @@ class ClientData:
                 raise ValueError(f"{side} is empty; a client needs at least one sample on each side")
 
     def size(self, side: str) -> int:
-        data = getattr(self, side)
-        return int(next(iter(data.values() if isinstance(data, dict) else data)).shape[0])
+        return self.forms[side][0]
+
+    @functools.cached_property
+    def forms(self) -> dict[str, tuple[int, tuple[Any, ...]]]:
+        """Of each side, how many samples there are and what one is."""
+        return {
+            side: (
+                len(leaves(data)[0][1]),
+                tuple((name, tensor.shape[1:], tensor.dtype) for name, tensor in leaves(data)),
+            )
+            for side, data in (("train", self.train), ("val", self.val))
+        }
 
 
 @dataclass(frozen=True, eq=False)

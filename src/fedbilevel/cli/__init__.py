@@ -97,7 +97,7 @@ def run(
     real = checks.one_of("federation", federation, ("simulated", "flower", "ray")) == "flower"
     if not real and (stock or keys):
         raise ValueError("--stock and --keys are for --federation flower")
-    config = resolve({}) if clients is None else _with_clients(resolve, clients)
+    config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = out or _fresh(Path("runs", title.replace(" ", "-")))
     if real:
@@ -130,9 +130,16 @@ def _finish(summary: dict[str, Any], folder: Path, quiet: bool, json_: bool) -> 
 
 
 def _with_clients(resolve: Callable[[dict[str, Any]], Any], clients: int | None) -> Any:
-    from fedbilevel.cli.federation import with_clients
-
-    return with_clients(resolve, clients)
+    """The config for so many clients: the task deals its data to them, and no more of them can take part."""
+    config = resolve({})
+    if clients is None:
+        return config
+    section = next((name for name in ("data", "task") if "clients" in config.table.get(name, {})), None)
+    changes: dict[str, Any] = {f"{section}.clients": clients} if section else {}
+    taking_part = config.environment.participation
+    if isinstance(taking_part, int) and taking_part > clients:
+        changes["environment.participation"] = clients
+    return resolve(changes)
 
 
 def _run_flower(
@@ -151,13 +158,13 @@ def _run_flower(
     from fedbilevel.federation.flower.deployment import Deployment
 
     count = clients or len(config.load_task(data_dir).clients)
-    own = ["--data-dir", str(data_dir.resolve())] if data_dir else []
+    own = {"data-dir": str(data_dir.resolve())} if data_dir else {}
     if ":" in config.table["task"]["name"]:
-        own += ["--task", config.table["task"]["name"]]
+        own["task"] = config.table["task"]["name"]
 
     def nodes(site: Deployment) -> None:
         for partition in range(count):
-            site.node(partition, *own, warm=not stock)
+            site.node(partition, warm=not stock, options=own)
 
     return serve(
         *(config, title, folder),
@@ -189,7 +196,7 @@ def serve_(
     json_: Json = False,
 ) -> None:
     """Run an experiment with clients on other machines: a Flower SuperLink with our server on it."""
-    from fedbilevel.cli.federation import serve, with_clients
+    from fedbilevel.cli.federation import serve
     from fedbilevel.federation.flower.deployment import LOOPBACK, Deployment, check_plain
     from fedbilevel.runs import config as configs
 
@@ -200,7 +207,7 @@ def serve_(
     def resolve(changes: dict[str, Any]) -> configs.Config:
         return configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes})
 
-    config = with_clients(resolve, clients)
+    config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = out or _fresh(Path("runs", title.replace(" ", "-")))
     if host not in LOOPBACK:

@@ -30,19 +30,6 @@ from fedbilevel.runs.record import check_folder, without_none
 STOP_S = 600.0  # that a server has to end the iteration it is in
 
 
-def with_clients(resolve: Callable[[dict[str, Any]], Config], clients: int | None) -> Config:
-    """The config for so many clients: the task deals its data to them, and no more of them can take part."""
-    config = resolve({})
-    if clients is None:
-        return config
-    section = next((name for name in ("data", "task") if "clients" in config.table.get(name, {})), None)
-    changes: dict[str, Any] = {f"{section}.clients": clients} if section else {}
-    taking_part = config.environment.participation
-    if isinstance(taking_part, int) and taking_part > clients:
-        changes["environment.participation"] = clients
-    return resolve(changes)
-
-
 class Follower:
     """Watches a run that a server on a SuperLink writes: shows its metrics and its warnings, and knows how it ended."""
 

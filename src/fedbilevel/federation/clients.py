@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import ClientError, log, wrong
-from fedbilevel.federation.batches import Batches, shape
+from fedbilevel.federation.batches import Batches, Take, extents, shape
+from fedbilevel.federation.graphs import Graphs
 from fedbilevel.federation.meter import Meter
+from fedbilevel.federation.pool import Apart, Pools
 from fedbilevel.oracle import Oracle
 from fedbilevel.phase import Epochs, Message, Phase
 from fedbilevel.problem import ClientData, Problem
@@ -113,6 +115,10 @@ class Clients:
         self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
         self.names: dict[Hashable, tuple[str, str]] = {}  # of the kinds of steps, in either sense
         self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
+        self.held: dict[int, ClientData] = {}  # what the clients hold that are at work
+        self.on_gpu = device != "cpu"
+        self.pools = Pools(memory if self.on_gpu else 0, device)
+        self.graphs = Graphs()
 
     def snapshot(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
@@ -125,6 +131,7 @@ class Clients:
 
     def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
+        self.held = {w.client: self.client(w.exchange, w.client) for w in work}
         for turn in _turns(work):
             for chunk in self._chunks(turn):
                 for part in self._run(chunk):
@@ -156,7 +163,7 @@ class Clients:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
         groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
         for w in work:
-            role, data = w.exchange.role, self.client(w.exchange, w.client)
+            role, data = w.exchange.role, self.held[w.client]
             form = shape(data, role.batch, w.exchange.batch_size(self.environment), isinstance(role.steps, Epochs))
             sent = (w.exchange.form, _form(dict(w.each)), _form(self._recall(w)))
             # A schedule gives every iteration settings of its own.
@@ -170,7 +177,7 @@ class Clients:
     def _footprint(self, kind: str, group: list[Assignment]) -> int:
         """Bytes that a client takes in a stack: two steps of the two largest ones are run and measured."""
         if kind not in self.footprints:
-            group = sorted(group, key=lambda w: self.data[w.client].size("train") + self.data[w.client].size("val"))
+            group = sorted(group, key=lambda w: self.held[w.client].size("train") + self.held[w.client].size("val"))
             steps = min(2, max(w.steps for w in group))
             with Meter() as meter:
                 self._run([w._replace(steps=steps) for w in group[-2:]])
@@ -196,18 +203,10 @@ class Clients:
         return cast(list[Part], run)
 
     def _run_stack(self, work: list[Assignment], lift: Lift) -> Iterator[Part]:
-        """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
+        """start, step, finish for a stack, whose longest tasks come first."""
         exchange, role = work[0].exchange, work[0].exchange.role
-        data, keys = [self.data[w.client] for w in work], torch.tensor([w.key for w in work])
-        batches = Batches(
-            *(data, keys, role.batch, exchange.batch_size(self.environment)),
-            draws=role.draws,
-            epochs=isinstance(role.steps, Epochs),
-            paired=self.problem.lower_level == "private",
-            device=self.device,
-        )
+        data, lengths = [self.held[w.client] for w in work], [w.steps for w in work]
         dtype = next(iter(self.problem.x.values())).dtype
-        steps = torch.tensor([w.steps for w in work], dtype=dtype, device=self.device)
 
         def tensor(value: Any) -> Tensor:
             return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=self.device)
@@ -215,33 +214,84 @@ class Clients:
         def stack(*values: Any) -> Tensor:
             return torch.stack([tensor(value) for value in values])
 
-        shared, own = exchange.shared, _stacked([dict(w.each) for w in work], stack)
+        shared, own = dict(exchange.shared), _stacked([dict(w.each) for w in work], stack)
         places = {e: place for place, e in enumerate(dict.fromkeys(w.exchange for w in work))}
         if len(places) > 1:  # not everyone was sent the same
             sent, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
             shared, own = {}, {**pytree.tree_map(lambda t: t[rows], sent), **own}
+        held = extents(data, role.batch, exchange.batch_size(self.environment), self.device)
+        numbers = [w.client for w in work]
+        # In memory, bringing samples together costs a copy of all of them: it pays if as many are drawn.
+        pays = {side: self.on_gpu or most <= lengths[0] * batch * role.draws for side, (batch, most, _) in held.items()}
+        pools = {side: self.pools.bring(side, numbers, data) for side, it in pays.items() if it}
+        inputs = {
+            "shared": shared,
+            "own": own,
+            "memory": _stacked([self._recall(w) for w in work], stack),
+            "steps": torch.tensor(lengths, dtype=dtype).to(self.device),
+            "keys": torch.tensor([w.key for w in work]).to(self.device),
+            "extents": held,
+            "starts": {side: starts for side, (_, starts) in pools.items()},
+            "pools": {side: [t.data_ptr() for t in pool.tensors] for side, (pool, _) in pools.items()},
+            "lengths": [lengths[0], lengths[-1]] if self.on_gpu else lengths,
+        }
+        others = {side: Apart([getattr(d, side) for d in data]) for side, it in pays.items() if not it}
+
+        def program(given: Any) -> tuple[Any, Any]:
+            def take(side: str, indices: Tensor | None) -> Any:
+                if side in others:
+                    return others[side].take(indices)
+                return pools[side][0].take(indices, given["starts"][side], given["extents"][side].most)
+
+            return self._program(exchange, lift, given, take)
+
+        # A schedule's numbers would be frozen into a recording.
+        whole = self.graphs.run if exchange.settings is self.algorithm else lambda _, program, given: program(given)
+        replies, spent = whole(str(exchange.phase), program, inputs)
+        start = 0
+        for length, count in Counter(lengths).items():
+            end = start + count
+            values = pytree.tree_map(lambda t, rows=slice(start, end): t[rows], replies)
+            yield Part(work[start:end], values, spent[length])
+            start = end
+
+    def _program(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
+        """The replies of a stack, and what tasks of 0, 1, 2, ... steps took.
+
+        Step k runs on the clients that take more than k steps: on the first of the stack, or, on a GPU, on all, and
+        those who are done stay where they are. There a stack of one size is worth more than the work that is saved.
+        """
+        role, lengths = exchange.role, given["lengths"]
+        batches = Batches(
+            *(given["keys"], given["extents"], take),
+            steps=lengths[0],
+            draws=role.draws,
+            epochs=isinstance(role.steps, Epochs),
+            paired=self.problem.lower_level == "private",
+        )
 
         def start(own: Any, memory: Any, steps: Tensor) -> Any:
             remembered = {"memory": memory} if role.remembers else {}
-            return role.start(Message(**shared, **own, **remembered, steps=steps))
+            return role.start(Message(**given["shared"], **own, **remembered, steps=steps))
 
-        memory = _stacked([self._recall(w) for w in work], stack)
-        letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(shared) if isinstance(leaf, Tensor)]
-        took = self._took(exchange, "start", lambda _, *args: start(*args), letter, own, memory, steps)
-        carry = lift(start)(own, memory, steps)
-        active, done = len(work), []
-        for k in range(work[0].steps):
-            still = sum(w.steps > k for w in work)
-            if still < active:
-                ended = pytree.tree_map(lambda t, still=still: t[still:], carry)
-                done.append((work[still:active], ended, took._replace(samples=batches.samples)))
+        sent = given["own"], given["memory"], given["steps"]
+        letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(given["shared"]) if isinstance(leaf, Tensor)]
+        spent = [self._took(exchange, "start", lambda _, *args: start(*args), letter, *sent)]
+        carry = lift(start)(*sent)
+        done = []
+        for k in range(lengths[0]):
+            if not self.on_gpu and (still := sum(length > k for length in lengths)) < len(pytree.tree_leaves(carry)[0]):
+                done.append(pytree.tree_map(lambda t, still=still: t[still:], carry))
                 carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
-                active = still
-            carry, more = self._step(exchange, "step" if k else "first", carry, batches.at(k, active), lift)
-            took = took.then(more)
-        for part, final, before in [(work[:active], carry, took._replace(samples=batches.samples)), *done]:
-            last = self._took(exchange, "finish", role.finish, final)
-            yield Part(part, lift(role.finish)(final), before.then(last))
+            batch = batches.at(k, len(pytree.tree_leaves(carry)[0]))
+            stepped, more = self._step(exchange, "step" if k else "first", carry, batch, lift)
+            carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
+            spent.append(spent[-1].then(more)._replace(samples=batches.samples))
+        carries = [carry, *reversed(done)]
+        last = self._took(exchange, "finish", role.finish, carry)
+        replies = [lift(role.finish)(final) for final in carries]
+        whole = pytree.tree_map(lambda *parts: torch.cat(parts), *replies) if done else replies[0]
+        return whole, [took.then(last) for took in spent]
 
     def _took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
         return self._use(exchange, place, fn, *pytree.tree_flatten(args))[1]
@@ -286,7 +336,7 @@ class Clients:
 
         name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
-        large = self.device == "cpu" and took.flops * len(values[0]) > TRACE_BELOW
+        large = not self.on_gpu and took.flops * len(values[0]) > TRACE_BELOW
         if lift is not stacked or moving or large:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         self.uses[name] = self.uses.get(name, 0) + 1
@@ -334,6 +384,11 @@ def _form(values: Mapping[str, Any]) -> str:
 def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
     """Values of one form as one, with a leading axis."""
     return pytree.tree_map(stack, *values) if values[0] else {}
+
+
+def _moved(which: Tensor, new: Any, old: Any) -> Any:
+    """The new values of those clients, the old ones of the others."""
+    return pytree.tree_map(lambda n, o: torch.where(which.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)
 
 
 def _digest(key: Hashable) -> str:
