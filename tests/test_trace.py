@@ -155,8 +155,9 @@ def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
     task = fb.tasks.load("hyper-representation", data="digits", clients=6, hidden=8)
     environment = fb.Environment(participation=4, local_steps=(1, 3), batch_size=8)
     problem = fb.Problem(
-        upper=lambda x, y, b: task.problem.upper(x, y, (b[0].double(), b[1]), ()),
-        lower=lambda x, y, b: task.problem.lower(x, y, (b[0].double(), b[1]), ()),
+        upper=task.problem.upper,
+        lower=task.problem.lower,
+        embed=lambda x, b: task.problem.embed(x, (b[0].double(), b[1]), ()),  # type: ignore[misc]
         x={name: value.double() for name, value in task.problem.x.items()},
         y={name: value.double() for name, value in task.problem.y.items()},
     )

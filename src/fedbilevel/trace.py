@@ -27,7 +27,7 @@ def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
     schemas = [getattr(node.target, "_schema", None) for node in module.graph.nodes]
     if any(schema is not None and schema.is_mutable for schema in schemas):
         # The rewrites move reads; they are right only where nothing is overwritten on the way.
-        module = _make(functionalize(fn, remove="mutations_and_views"), args)
+        module = _make(functionalize(fn, remove="mutations"), args)
     graph = module.graph
     rewrites = (_drop_idle, _fold_scalars, _Constants(module), _drop_idle, _Merge(), _fuse_scaled_sums, _fuse_products)
     for rewrite in rewrites:

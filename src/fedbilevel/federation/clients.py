@@ -14,13 +14,14 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import ClientError, log, wrong
-from fedbilevel.federation.batches import Batches, Take, extents, shape
+from fedbilevel.federation.batches import Batches, Extent, Take, extents, shape
+from fedbilevel.federation.features import Tables, embedded, look_up
 from fedbilevel.federation.graphs import Graphs
 from fedbilevel.federation.meter import Meter
 from fedbilevel.federation.pool import Apart, Pools
-from fedbilevel.oracle import Oracle
+from fedbilevel.oracle import Features, Oracle
 from fedbilevel.phase import Epochs, Message, Phase
-from fedbilevel.problem import ClientData, Problem
+from fedbilevel.problem import ClientData, Data, Problem, leaves, like
 from fedbilevel.submodels import Submodel
 from fedbilevel.trace import Flat, trace
 from fedbilevel.tree import nbytes
@@ -119,6 +120,7 @@ class Clients:
         self.on_gpu = device != "cpu"
         self.pools = Pools(memory if self.on_gpu else 0, device)
         self.graphs = Graphs()
+        self.tables = Tables(problem)
 
     def snapshot(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
@@ -221,8 +223,12 @@ class Clients:
             shared, own = {}, {**pytree.tree_map(lambda t: t[rows], sent), **own}
         held = extents(data, role.batch, exchange.batch_size(self.environment), self.device)
         numbers = [w.client for w in work]
+        features, embedding = self._features(work, held) if self._embeds(exchange) else ({}, Took())
         # In memory, bringing samples together costs a copy of all of them: it pays if as many are drawn.
-        pays = {side: self.on_gpu or most <= lengths[0] * batch * role.draws for side, (batch, most, _) in held.items()}
+        drawn = {side: extent for side, extent in held.items() if side not in features}
+        pays = {
+            side: self.on_gpu or most <= lengths[0] * batch * role.draws for side, (batch, most, _) in drawn.items()
+        }
         pools = {side: self.pools.bring(side, numbers, data) for side, it in pays.items() if it}
         inputs = {
             "shared": shared,
@@ -234,11 +240,14 @@ class Clients:
             "starts": {side: starts for side, (_, starts) in pools.items()},
             "pools": {side: [t.data_ptr() for t in pool.tensors] for side, (pool, _) in pools.items()},
             "lengths": [lengths[0], lengths[-1]] if self.on_gpu else lengths,
+            "features": features,
         }
         others = {side: Apart([getattr(d, side) for d in data]) for side, it in pays.items() if not it}
 
         def program(given: Any) -> tuple[Any, Any]:
             def take(side: str, indices: Tensor | None) -> Any:
+                if side in given["features"]:
+                    return look_up(given["features"][side], indices)
                 if side in others:
                     return others[side].take(indices)
                 return pools[side][0].take(indices, given["starts"][side], given["extents"][side].most)
@@ -252,8 +261,39 @@ class Clients:
         for length, count in Counter(lengths).items():
             end = start + count
             values = pytree.tree_map(lambda t, rows=slice(start, end): t[rows], replies)
-            yield Part(work[start:end], values, spent[length])
+            yield Part(work[start:end], values, spent[length].then(embedding))
             start = end
+
+    def _embeds(self, exchange: Exchange) -> bool:
+        """Whether every sample is embedded once beforehand: where x stays and every sample is looked at."""
+        role = exchange.role
+        all_of_them = exchange.batch_size(self.environment) is None or isinstance(role.steps, Epochs)
+        return role.fixed_x and all_of_them and self.problem.embeds_samples and "x" in exchange.shared
+
+    def _features(self, work: list[Assignment], held: Mapping[str, Extent]) -> tuple[dict[str, Data], Took]:
+        """The features of a stack of clients, and what it takes a client to find its own, in every task anew."""
+        at, numbers = [w.exchange.shared["x"] for w in work], [w.client for w in work]
+        found, took = {}, Took()
+        for side, (batch, _, _) in held.items():
+            data = [self._here(side, number) for number in numbers]
+            kind = _digest(("embed", work[0].exchange.form, batch, side, _form({"": data[0]})))
+            if kind not in self.measured:
+                with Meter() as meter:
+                    embedded(self.problem, at[0], data[0], batch)
+                piece = [tensor[:batch] for _, tensor in leaves(data[0])]
+                self.measured[kind] = (meter.flops, nbytes([at[0], piece]) + meter.peak_bytes)
+            flops, peak_bytes = self.measured[kind]
+            took = took.then(Took(flops=flops, peak_bytes=peak_bytes))
+            found[side] = self.tables.find(side, at, numbers, data, batch)
+        return found, took
+
+    def _here(self, side: str, client: int) -> Data:
+        """A client's samples on the device."""
+        data = getattr(self.held[client], side)
+        if not self.on_gpu:
+            return data  # type: ignore[no-any-return]
+        pool, (start,) = self.pools.bring(side, [client], [self.held[client]])
+        return like(data, [tensor[start : start + len(leaves(data)[0][1])] for tensor in pool.tensors])
 
     def _program(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
         """The replies of a stack, and what tasks of 0, 1, 2, ... steps took.
@@ -284,6 +324,8 @@ class Clients:
                 done.append(pytree.tree_map(lambda t, still=still: t[still:], carry))
                 carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
             batch = batches.at(k, len(pytree.tree_leaves(carry)[0]))
+            if given["features"]:
+                batch = Features(*batch) if role.draws == 1 else tuple(Features(*part) for part in batch)
             stepped, more = self._step(exchange, "step" if k else "first", carry, batch, lift)
             carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
             spent.append(spent[-1].then(more)._replace(samples=batches.samples))
