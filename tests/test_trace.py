@@ -63,6 +63,20 @@ def test_what_depends_on_shapes_alone_is_computed_once_and_not_handed_out() -> N
     assert names.count("aten.mul.Tensor") == 2  # by the slope, and by 2 once
 
 
+def test_a_sum_takes_the_place_of_what_nothing_needs_any_more() -> None:
+    def fn(x: Tensor, q: Tensor, a: Tensor) -> list[Tensor]:
+        d, e, f = a.exp(), a.sin(), a.cos()
+        kept = e.view(-1)
+        return [x - 0.5 * d, q + d, x + e, kept, f + a, f, a.tan() + a[:1]]
+
+    args = draw(3, 4), draw(3, 4, tag="q"), draw(3, 4, tag="a")
+    before = [arg.clone() for arg in args]
+    fast = trace(fn, args)
+    torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=1e-15)
+    torch.testing.assert_close(list(args), before, rtol=0, atol=0)
+    assert operations(fast).count("aten.add_.Tensor") == 2  # d and the tangent; e and f are handed out
+
+
 def test_a_bias_is_added_by_the_product() -> None:
     args = draw(2, 3, 4), draw(2, 4, 5, tag="a"), draw(2, 5, tag="b")
 

@@ -29,7 +29,16 @@ def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
         # The rewrites move reads; they are right only where nothing is overwritten on the way.
         module = _make(functionalize(fn, remove="mutations"), args)
     graph = module.graph
-    rewrites = (_drop_idle, _fold_scalars, _Constants(module), _drop_idle, _Merge(), _fuse_scaled_sums, _fuse_products)
+    rewrites = (
+        _drop_idle,
+        _fold_scalars,
+        _Constants(module),
+        _drop_idle,
+        _Merge(),
+        _fuse_scaled_sums,
+        _fuse_products,
+        _reuse,
+    )
     for rewrite in rewrites:
         for node in list(graph.nodes):
             if node.op == "call_function":
@@ -109,6 +118,36 @@ def _fuse_products(graph: fx.Graph, node: fx.Node) -> None:
         total = graph.call_function((aten.baddbmm_ if into else aten.baddbmm).default, (a, *b.args))
     total.meta.update(node.meta)
     node.replace_all_uses_with(total)
+
+
+def _reuse(graph: fx.Graph, node: fx.Node) -> None:
+    """A sum takes the place of an operand that nothing else needs from then on: new memory costs more than a sum."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or _form(node) is None:
+        return
+    a, b = node.args
+    if _spent(a, node):
+        target = (aten.add_ if node.target is aten.add.Tensor else aten.sub_).Tensor
+    elif node.target is aten.add.Tensor and not node.kwargs and _spent(b, node):
+        (a, b), target = (b, a), aten.add_.Tensor
+    else:
+        return
+    with graph.inserting_before(node):
+        total = graph.call_function(target, (a, b), dict(node.kwargs))
+    total.meta.update(node.meta)
+    node.replace_all_uses_with(total)
+
+
+def _spent(value: Any, by: fx.Node) -> bool:
+    """Whether a node computes a tensor of its own, of this form, and this is the last use of it."""
+    if not isinstance(value, fx.Node) or value.op != "call_function" or _form(value) != _form(by):
+        return False
+    return _is_fresh(value) and all(user == by or (_is_fresh(user) and user < by) for user in value.users)
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether what it returns shares no memory with what it was given."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and all(value.alias_info is None for value in schema.returns)
 
 
 def _only_product(node: Any) -> bool:

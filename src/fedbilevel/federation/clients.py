@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("footprints", "measured", "uses")
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
+STACK_BELOW = 2e7  # operations of a client's largest convolution
 TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
 
 
@@ -96,7 +97,8 @@ Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 class Clients:
     """Runs tasks of one phase. mode: "stack" runs those of equal batch shape together, in chunks that stay under
-    `memory` bytes; "loop" runs them one by one, for debugging and for losses that `vmap` cannot take."""
+    `memory` bytes (on a CPU one by one if their convolutions are large); "loop" runs them one by one and as they are
+    written, for debugging and for losses that `vmap` cannot take."""
 
     def __init__(
         self,
@@ -183,7 +185,9 @@ class Clients:
             steps = min(2, max(w.steps for w in group))
             with Meter() as meter:
                 self._run([w._replace(steps=steps) for w in group[-2:]])
-            self.footprints[kind] = max(meter.peak_bytes // 2, 1)
+            # A stack turns convolutions into grouped ones, which are slower on a CPU: there large ones are not stacked.
+            apart = not self.on_gpu and meter.convolution // 2 > STACK_BELOW
+            self.footprints[kind] = self.memory if apart else max(meter.peak_bytes // 2, 1)
         return self.footprints[kind]
 
     def _run(self, work: list[Assignment]) -> list[Part]:
@@ -379,7 +383,7 @@ class Clients:
         name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
         large = not self.on_gpu and took.flops * len(values[0]) > TRACE_BELOW
-        if lift is not stacked or moving or large:
+        if self.mode == "loop" or moving or large:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         self.uses[name] = self.uses.get(name, 0) + 1
         if self.uses[name] <= TRACE_FROM:
