@@ -21,8 +21,12 @@ def draw(*shape: int, tag: str = "trace") -> Tensor:
     return normal(root(0, tag), shape, torch.float64)
 
 
-def operations(module: Any) -> list[str]:
-    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+def nodes(fast: Any) -> list[Any]:
+    return [node for node in fast.__self__.graph.nodes if node.op == "call_function"]
+
+
+def operations(fast: Any) -> list[str]:
+    return [str(node.target) for node in nodes(fast)]
 
 
 def test_gradients_of_a_shared_weight_are_accumulated_not_added() -> None:
@@ -40,7 +44,48 @@ def test_gradients_of_a_shared_weight_are_accumulated_not_added() -> None:
     names = operations(fast)
     assert names.count("aten.bmm.default") == 3  # two forward, one of the gradients; the other one is added in place:
     assert names.count("aten.baddbmm_.default") == 1
-    assert [n.kwargs for n in fast.graph.nodes if str(n.target) == "aten.sub.Tensor"] == [{"alpha": 0.3}]  # type: ignore[attr-defined]
+    assert [n.kwargs for n in nodes(fast) if str(n.target) == "aten.sub.Tensor"] == [{"alpha": 0.3}]
+
+
+def test_what_depends_on_shapes_alone_is_computed_once_and_not_handed_out() -> None:
+    def fn(a: Tensor) -> list[Tensor]:
+        slope = torch.ones_like(a.exp().sum()) * 0.5  # as autograd begins: the sum itself is never needed
+        return [a * slope, torch.zeros_like(a), a + torch.zeros_like(a), (a * 2).sin() + (a * 2).cos()]
+
+    args = (draw(3, 4),)
+    fast = trace(fn, args)
+    for _ in range(2):
+        found = fast(*args)
+        torch.testing.assert_close(found, fn(*args), rtol=0, atol=0)
+        found[1].add_(1.0)
+    names = operations(fast)
+    assert "aten.exp.default" not in names
+    assert names.count("aten.mul.Tensor") == 2  # by the slope, and by 2 once
+
+
+def test_a_sum_takes_the_place_of_what_nothing_needs_any_more() -> None:
+    def fn(x: Tensor, q: Tensor, a: Tensor) -> list[Tensor]:
+        d, e, f = a.exp(), a.sin(), a.cos()
+        kept = e.view(-1)
+        return [x - 0.5 * d, q + d, x + e, kept, f + a, f, a.tan() + a[:1]]
+
+    args = draw(3, 4), draw(3, 4, tag="q"), draw(3, 4, tag="a")
+    before = [arg.clone() for arg in args]
+    fast = trace(fn, args)
+    torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=1e-15)
+    torch.testing.assert_close(list(args), before, rtol=0, atol=0)
+    assert operations(fast).count("aten.add_.Tensor") == 2  # d and the tangent; e and f are handed out
+
+
+def test_a_bias_is_added_by_the_product() -> None:
+    args = draw(2, 3, 4), draw(2, 4, 5, tag="a"), draw(2, 5, tag="b")
+
+    def fn(a: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        return [b.unsqueeze(1) + torch.bmm(a, w), torch.bmm(a, w).sum((1, 2), keepdim=True) + torch.bmm(a, w)]
+
+    fast = trace(fn, args)
+    torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=1e-14)
+    assert operations(trace(lambda *args: fn(*args)[:1], args)).count("aten.baddbmm.default") == 1
 
 
 def test_a_product_used_twice_is_not_overwritten() -> None:
@@ -124,8 +169,9 @@ def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
     task = fb.tasks.load("hyper-representation", data="digits", clients=6, hidden=8)
     environment = fb.Environment(participation=4, local_steps=(1, 3), batch_size=8)
     problem = fb.Problem(
-        upper=lambda x, y, b: task.problem.upper(x, y, (b[0].double(), b[1]), ()),
-        lower=lambda x, y, b: task.problem.lower(x, y, (b[0].double(), b[1]), ()),
+        upper=task.problem.upper,
+        lower=task.problem.lower,
+        embed=lambda x, b: task.problem.embed(x, (b[0].double(), b[1]), ()),  # type: ignore[misc]
         x={name: value.double() for name, value in task.problem.x.items()},
         y={name: value.double() for name, value in task.problem.y.items()},
     )

@@ -96,7 +96,8 @@ class Problem:
     Then sample j of a client's training data and of its validation data belong together, a batch draws the same samples
     on both sides, and both losses are given the same `rng`.
     embed: (x, data) or (x, data, rng) -> data, what depends on x alone (a backbone's features). The losses are then
-    given embedded data, and many y can be tried at one x without running the backbone again.
+    given embedded data, and many y can be tried at one x without running the backbone again. With a shared lower level
+    and without rng it must treat every sample by itself: it is given many batches at once, or all of a client's data.
     axes: names for the dimensions of tensors, {"conv1.weight": ("c1", None, None, None)}: those of one name are cut
     together in submodels, None is never cut (`fedbilevel.submodels`; `fedbilevel.nets.axes` finds them).
     """
@@ -126,6 +127,11 @@ class Problem:
         if len({value.dtype for value in [*self.x.values(), *self.y.values()]}) > 1:
             raise TypeError("x and y hold tensors of several dtypes; all must have the same")
         units(self.axes, {**self.x, **self.y})
+
+    @property
+    def embeds_samples(self) -> bool:
+        """Whether samples can be embedded before batches are drawn of them."""
+        return isinstance(self.embed, _WithoutRng) and self.lower_level == "shared"
 
     @property
     def start(self) -> tuple[Tree, Tree]:
@@ -175,6 +181,8 @@ def _generators(device: str) -> list[Tensor]:
 
 def _with_rng(name: str, fn: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
     """A function of these arguments as one of them and rng, whichever form the user gave."""
+    if isinstance(fn, _WithoutRng):
+        return fn
     count = len(
         [
             p
@@ -185,11 +193,17 @@ def _with_rng(name: str, fn: Callable[..., Any], arguments: tuple[str, ...]) -> 
     if count - len(arguments) not in (0, 1):
         plain = ", ".join(arguments)
         raise TypeError(f"{name} takes {count} arguments; it must take ({plain}) or ({plain}, rng)")
-    if count > len(arguments):
-        return fn
-    if len(arguments) == 2:
-        return lambda x, data, rng: fn(x, data)
-    return lambda x, y, batch, rng: fn(x, y, batch)
+    return fn if count > len(arguments) else _WithoutRng(fn)
+
+
+class _WithoutRng:
+    """A function that is given `rng` last and has no use for it."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args[:-1])
 
 
 def _variable(name: str, value: Any) -> Tree:

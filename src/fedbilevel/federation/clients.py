@@ -15,14 +15,15 @@ from torch.utils import _pytree as pytree
 from fedbilevel.environment import Environment
 from fedbilevel.federation import ranks
 from fedbilevel.federation.base import ClientError, log, wrong
-from fedbilevel.federation.batches import Batches, Take, extents, shape
+from fedbilevel.federation.batches import Batches, Extent, Take, extents, shape
+from fedbilevel.federation.features import Tables, embedded, look_up
 from fedbilevel.federation.graphs import Graphs, kinds
 from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
 from fedbilevel.federation.pool import Apart, Pools
-from fedbilevel.oracle import Oracle
+from fedbilevel.oracle import Features, Oracle
 from fedbilevel.phase import Epochs, Message, Phase
-from fedbilevel.problem import ClientData, Problem
+from fedbilevel.problem import ClientData, Data, Problem, leaves, like
 from fedbilevel.submodels import Submodel
 from fedbilevel.trace import Flat, trace
 from fedbilevel.tree import nbytes
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 MEASURES = ("footprints", "measured", "uses")
 RECORD_FROM = 2  # uses of a task
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
+STACK_BELOW = 2e7  # operations of a client's largest convolution
 TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
 
 
@@ -98,7 +100,8 @@ Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 class Clients:
     """Runs tasks of one phase. mode: "stack" runs those of equal batch shape together, in chunks that stay under
-    `memory` bytes; "loop" runs them one by one, for debugging and for losses that `vmap` cannot take."""
+    `memory` bytes (on a CPU one by one if their convolutions are large); "loop" runs them one by one and as they are
+    written, for debugging and for losses that `vmap` cannot take."""
 
     def __init__(
         self,
@@ -122,6 +125,7 @@ class Clients:
         self.on_gpu = device != "cpu"
         self.pools = Pools(memory if self.on_gpu else 0, device)
         self.graphs = Graphs()
+        self.tables = Tables(problem)
 
     def mark(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
@@ -191,7 +195,9 @@ class Clients:
             steps = min(2, max(w.steps for w in group))
             with Meter() as meter:
                 self._run([w._replace(steps=steps) for w in group[-2:]])
-            self.footprints[kind] = max(meter.peak_bytes // 2, 1)
+            # A stack turns convolutions into grouped ones, which are slower on a CPU: there large ones are not stacked.
+            apart = not self.on_gpu and meter.convolution // 2 > STACK_BELOW
+            self.footprints[kind] = self.memory if apart else max(meter.peak_bytes // 2, 1)
         return self.footprints[kind]
 
     def _run(self, work: list[Assignment]) -> list[Part]:
@@ -234,8 +240,12 @@ class Clients:
             shared, own = {}, {**pytree.tree_map(lambda t: t[rows], sent), **own}
         held = extents(data, role.batch, exchange.batch_size(self.environment), self.device)
         numbers = [w.client for w in work]
+        features, embedding = self._features(work, held) if self._embeds(exchange) else ({}, Took())
         # In memory, bringing samples together costs a copy of all of them: it pays if as many are drawn.
-        pays = {side: self.on_gpu or most <= lengths[0] * batch * role.draws for side, (batch, most, _) in held.items()}
+        drawn = {side: extent for side, extent in held.items() if side not in features}
+        pays = {
+            side: self.on_gpu or most <= lengths[0] * batch * role.draws for side, (batch, most, _) in drawn.items()
+        }
         pools = {side: self.pools.bring(side, numbers, data) for side, it in pays.items() if it}
         inputs = {
             "shared": shared,
@@ -247,11 +257,14 @@ class Clients:
             "starts": {side: starts for side, (_, starts) in pools.items()},
             "pools": {side: [t.data_ptr() for t in pool.tensors] for side, (pool, _) in pools.items()},
             "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
+            "features": features,
         }
         others = {side: Apart([getattr(d, side) for d in data]) for side, it in pays.items() if not it}
 
         def program(given: Any) -> tuple[Any, Any]:
             def take(side: str, indices: Tensor | None) -> Any:
+                if side in given["features"]:
+                    return look_up(given["features"][side], indices)
                 if side in others:
                     return others[side].take(indices)
                 return pools[side][0].take(indices, given["starts"][side], given["extents"][side].most)
@@ -264,7 +277,7 @@ class Clients:
         for length, count in Counter(lengths).items():
             end = start + count
             values = pytree.tree_map(lambda t, rows=slice(start, end): t[rows], replies)
-            yield Part(work[start:end], values, spent[length])
+            yield Part(work[start:end], values, spent[length].then(embedding))
             start = end
 
     def _often(self, exchange: Exchange, inputs: Any) -> bool:
@@ -275,6 +288,37 @@ class Clients:
         name = self._name((exchange.phase, "task", form, kinds(leaves)))
         self.uses[name] = self.uses.get(name, 0) + 1
         return self.uses[name] > RECORD_FROM
+
+    def _embeds(self, exchange: Exchange) -> bool:
+        """Whether every sample is embedded once beforehand: where x stays and every sample is looked at."""
+        role = exchange.role
+        all_of_them = exchange.batch_size(self.environment) is None or isinstance(role.steps, Epochs)
+        return role.fixed_x and all_of_them and self.problem.embeds_samples and "x" in exchange.shared
+
+    def _features(self, work: list[Assignment], held: Mapping[str, Extent]) -> tuple[dict[str, Data], Took]:
+        """The features of a stack of clients, and what it takes a client to find its own, in every task anew."""
+        at, numbers = [w.exchange.shared["x"] for w in work], [w.client for w in work]
+        found, took = {}, Took()
+        for side, (batch, _, _) in held.items():
+            data = [self._here(side, number) for number in numbers]
+            kind = self._name(("embed", work[0].exchange.form, batch, side, _form({"": data[0]})))
+            if kind not in self.measured:
+                with Meter() as meter:
+                    embedded(self.problem, at[0], data[0], batch)
+                piece = [tensor[:batch] for _, tensor in leaves(data[0])]
+                self.measured[kind] = (meter.flops, nbytes([at[0], piece]) + meter.peak_bytes)
+            flops, peak_bytes = self.measured[kind]
+            took = took.then(Took(flops=flops, peak_bytes=peak_bytes))
+            found[side] = self.tables.find(side, at, numbers, data, batch)
+        return found, took
+
+    def _here(self, side: str, client: int) -> Data:
+        """A client's samples on the device."""
+        data = getattr(self.held[client], side)
+        if not self.on_gpu:
+            return data  # type: ignore[no-any-return]
+        pool, (start,) = self.pools.bring(side, [client], [self.held[client]])
+        return like(data, [tensor[start : start + len(leaves(data)[0][1])] for tensor in pool.tensors])
 
     def _program(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
         """The replies of a stack, and what tasks of 0, 1, 2, ... steps took.
@@ -305,6 +349,8 @@ class Clients:
                 done.append(pytree.tree_map(lambda t, still=still: t[still:], carry))
                 carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
             batch = batches.at(k, len(pytree.tree_leaves(carry)[0]))
+            if given["features"]:
+                batch = Features(*batch) if role.draws == 1 else tuple(Features(*part) for part in batch)
             stepped, more = self._step(exchange, "step" if k else "first", carry, batch, lift)
             carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
             spent.append(spent[-1].then(more)._replace(samples=batches.samples))
@@ -362,7 +408,7 @@ class Clients:
         name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
         large = not self.on_gpu and took.flops * len(values[0]) > TRACE_BELOW
-        if (self.on_gpu and not self.graphs.recording) or lift is not stacked or moving or large:
+        if self.mode == "loop" or moving or large or (self.on_gpu and not self.graphs.recording):
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         self.uses[name] = self.uses.get(name, 0) + 1
         if self.uses[name] <= TRACE_FROM and not self.on_gpu:
