@@ -12,9 +12,12 @@ import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.federation.graphs import Graphs
 from fedbilevel.federation.pool import Apart, Pool
+from fedbilevel.oracle import Features, Oracle
+from fedbilevel.problem import Batch
 from fedbilevel.solve import Run
+from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import quadratic
-from fedbilevel.tree import flatten
+from fedbilevel.tree import Tree, flatten, norm
 
 METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
 
@@ -74,3 +77,25 @@ def test_a_gpu_gives_the_numbers_of_a_cpu(name: str) -> None:
     for phase, cost in cpu.fed.ledger.phases.items():
         assert replace(gpu.fed.ledger.phases[phase], peak_bytes=0) == replace(cost, peak_bytes=0)
     assert any(recording for recording in gpu.fed.engine.graphs.recordings.values()), "nothing was recorded"
+
+
+def test_bfloat16_rounds_the_backbone_and_nothing_else() -> None:
+    """The head sees rounded features; what it makes of them, products with its Hessian above all, is exact."""
+    task = hyper_representation(clients=2, hidden=16, samples=80)
+    exact, coarse = task.problem, task.problem.rounded("bf16")
+    client = task.clients[0]
+    batch = Batch(client.train, client.val, torch.tensor(0))
+    (x, y), z = exact.start, Tree(exact.y).map(torch.ones_like)
+    features = coarse.embed(x, client.train, ())  # type: ignore[misc]
+    assert features[0].dtype == torch.float32
+    assert 1e-4 < float((features[0] - exact.embed(x, client.train, ())[0]).norm() / features[0].norm()) < 1e-2  # type: ignore[misc]
+    product = Oracle(coarse).hessian_product(x, y, z, batch)
+    assert torch.equal(
+        flatten(product), flatten(Oracle(exact).hessian_product(x, y, z, Features(features, (), batch.rng)))
+    )
+    for a, b in zip(Oracle(coarse).directions(x, y, z, batch), Oracle(exact).directions(x, y, z, batch), strict=True):
+        assert 1e-6 < float(norm(a - b) / norm(b)) < 2e-2
+    fed = fb.SimulatedFederation(exact, task.clients, algorithms.get("simfbo")(), precision="bf16")
+    Run(fed, {"rounds": 2}).advance()
+    with pytest.raises(ValueError, match="names no embed"):
+        quadratic(clients=2).problem.rounded("bf16")

@@ -141,6 +141,24 @@ class Problem:
         moved = {name: Tree(getattr(self, name)).map(lambda t: t.to(device)) for name in ("x", "y")}
         return replace(self, **moved)  # type: ignore[arg-type]
 
+    def rounded(self, precision: str) -> Problem:
+        """This problem with its backbone in another precision; what comes of the features is as exact as before."""
+        if checks.one_of("precision", precision, ("fp32", "bf16")) == "fp32":
+            return self
+        if self.embed is None:
+            raise ValueError(f"precision is {precision!r}, but this problem names no embed to round; it must be 'fp32'")
+        embed, exact = self.embed, next(iter(self.x.values())).dtype
+
+        def rounded(x: Tree, data: Data, rng: Any) -> Data:
+            with torch.autocast(leaves(data)[0][1].device.type, torch.bfloat16):
+                found = embed(x, data, rng)
+            back = {torch.bfloat16: exact}
+            return like(found, [tensor.to(back.get(tensor.dtype, tensor.dtype)) for _, tensor in leaves(found)])
+
+        if isinstance(embed, _WithoutRng):
+            return replace(self, embed=lambda x, data: rounded(x, data, ()))
+        return replace(self, embed=rounded)
+
     def project(self, x: Tree) -> Tree:
         return x if self.project_x is None else Tree(self.project_x(x))
 

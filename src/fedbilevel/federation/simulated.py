@@ -73,6 +73,7 @@ class SimulatedFederation(Runtime):
         device: str = "cpu",
         mode: Literal["stack", "loop"] = "stack",
         memory: int | None = None,
+        precision: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         super().__init__(problem, len(clients), algorithm, environment, seed, device)
         self.clients = clients
@@ -81,7 +82,8 @@ class SimulatedFederation(Runtime):
         episode = self.environment.batch_size if problem.lower_level == "private" else None
         on_client(0, "before round 1", lambda: problem.check(clients[0], device, episode))
         room = devices.stack_bytes(device) if memory is None else memory
-        self.engine = Clients(problem, clients, algorithm, self.environment, device, self.mode, room)
+        coarse = problem.rounded(precision)
+        self.engine = Clients(coarse, clients, algorithm, self.environment, device, self.mode, room)
         self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
         self.pending: dict[int, Assignment] = {}  # those of them that are yet to be evaluated
         self.ready: dict[int, Ready] = {}  # what the others have computed

@@ -37,6 +37,7 @@ def simulation(config: Config, task: Task) -> SimulatedFederation:
         device=device,
         mode=experiment.runtime.mode,
         memory=config.table["runtime"]["memory"],
+        precision=experiment.runtime.precision,
     )
 
 
