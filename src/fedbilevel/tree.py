@@ -83,10 +83,14 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
 
 def is_finite(values: Any) -> bool:
     """Whether every tensor and number in a nested value is finite."""
-    return all(
-        bool(torch.isfinite(leaf).all()) if isinstance(leaf, Tensor) else math.isfinite(leaf)
-        for leaf in pytree.tree_leaves(values)
-    )
+    return all(map(_is_finite, pytree.tree_leaves(values)))
+
+
+def _is_finite(leaf: Tensor | float) -> bool:
+    if not isinstance(leaf, Tensor):
+        return math.isfinite(leaf)
+    # What is not finite makes a sum that is not; a sum of finite numbers may be too large, but seldom is.
+    return math.isfinite(leaf.sum()) or bool(torch.isfinite(leaf).all())
 
 
 def nbytes(values: Any) -> int:

@@ -18,7 +18,7 @@ from fedbilevel.federation.batches import Batches, Extent, Take, extents, shape
 from fedbilevel.federation.features import Tables, embedded, look_up
 from fedbilevel.federation.graphs import Graphs
 from fedbilevel.federation.meter import Meter
-from fedbilevel.federation.pool import Apart, Pools
+from fedbilevel.federation.pool import Apart, Pool, Pools, together
 from fedbilevel.oracle import Features, Oracle
 from fedbilevel.phase import Epochs, Message, Phase
 from fedbilevel.problem import ClientData, Data, Problem, leaves, like
@@ -228,12 +228,11 @@ class Clients:
         held = extents(data, role.batch, exchange.batch_size(self.environment), self.device)
         numbers = [w.client for w in work]
         features, embedding = self._features(work, held) if self._embeds(exchange) else ({}, Took())
-        # In memory, bringing samples together costs a copy of all of them: it pays if as many are drawn.
         drawn = {side: extent for side, extent in held.items() if side not in features}
-        pays = {
-            side: self.on_gpu or most <= lengths[0] * batch * role.draws for side, (batch, most, _) in drawn.items()
+        found = {
+            side: self._pool(side, data, numbers, lengths[0] * role.draws, extent) for side, extent in drawn.items()
         }
-        pools = {side: self.pools.bring(side, numbers, data) for side, it in pays.items() if it}
+        pools = {side: place for side, place in found.items() if place}
         inputs = {
             "shared": shared,
             "own": own,
@@ -246,7 +245,7 @@ class Clients:
             "lengths": [lengths[0], lengths[-1]] if self.on_gpu else lengths,
             "features": features,
         }
-        others = {side: Apart([getattr(d, side) for d in data]) for side, it in pays.items() if not it}
+        others = {side: Apart([getattr(d, side) for d in data]) for side in drawn if side not in pools}
 
         def program(given: Any) -> tuple[Any, Any]:
             def take(side: str, indices: Tensor | None) -> Any:
@@ -267,6 +266,17 @@ class Clients:
             values = pytree.tree_map(lambda t, rows=slice(start, end): t[rows], replies)
             yield Part(work[start:end], values, spent[length].then(embedding))
             start = end
+
+    def _pool(
+        self, side: str, data: Sequence[ClientData], numbers: list[int], batches: int, extent: Extent
+    ) -> tuple[Pool, Tensor] | None:
+        """One place in which the samples of a stack lie, and where each client's begin; None if it does not pay."""
+        if not self.on_gpu and (found := together([getattr(client, side) for client in data])):
+            return found
+        # In memory it costs a copy of all samples: it pays if as many are drawn, a few at a time.
+        if self.on_gpu or extent.batch < extent.most <= batches * extent.batch:
+            return self.pools.bring(side, numbers, data)
+        return None
 
     def _embeds(self, exchange: Exchange) -> bool:
         """Whether every sample is embedded once beforehand: where x stays and every sample is looked at."""
