@@ -185,6 +185,18 @@ def test_stock_supernodes_with_tls_and_keys_move_as_in_simulation(tmp_path: Path
         assert torch.allclose(flatten(value), flatten(getattr(run.state, part)), rtol=0, atol=1e-9)
 
 
+def test_flowers_simulation_engine_moves_as_ours(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is an option of its own: pip install 'fedbilevel[ray]'")
+    (tmp_path / "e.toml").write_text(tomli_w.dumps(METHODS["simfbo"]))
+    command = [sys.executable, "-m", "fedbilevel.cli", "run", str(tmp_path / "e.toml"), "--federation", "ray"]
+    subprocess.run([*command, "--out", str(tmp_path / "run"), "--quiet"], check=True, timeout=180)
+    saved, run = checkpoint.load(tmp_path / "run/checkpoint/latest.safetensors"), simulated(config(METHODS["simfbo"]))
+    for _ in run:
+        pass
+    for part, value in saved["state"].items():
+        assert torch.allclose(flatten(value), flatten(getattr(run.state, part)), rtol=0, atol=1e-9)
+
+
 def test_an_interrupted_run_leaves_a_folder_and_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedbilevel.cli", "run", "digits", "--federation", "flower", "--clients", "2"]
     command += ["--data-dir", str(tmp_path), "--rounds", "1000", "--out", str(tmp_path / "run")]

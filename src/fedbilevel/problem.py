@@ -75,14 +75,12 @@ class ClientData:
         return self.forms[side][0]
 
     @functools.cached_property
-    def forms(self) -> dict[str, tuple[int, tuple[Any, ...]]]:
-        """Of each side, how many samples there are and what one is."""
+    def forms(self) -> dict[str, tuple[int, str]]:
+        """Of each side, how many samples there are and what one is, in words: they are compared often."""
+        sides = {"train": leaves(self.train), "val": leaves(self.val)}
         return {
-            side: (
-                len(leaves(data)[0][1]),
-                tuple((name, tensor.shape[1:], tensor.dtype) for name, tensor in leaves(data)),
-            )
-            for side, data in (("train", self.train), ("val", self.val))
+            side: (len(found[0][1]), str([(name, *tensor.shape[1:], tensor.dtype) for name, tensor in found]))
+            for side, found in sides.items()
         }
 
 
@@ -142,6 +140,24 @@ class Problem:
     def to(self, device: str) -> Problem:
         moved = {name: Tree(getattr(self, name)).map(lambda t: t.to(device)) for name in ("x", "y")}
         return replace(self, **moved)  # type: ignore[arg-type]
+
+    def rounded(self, precision: str) -> Problem:
+        """This problem with its backbone in another precision; what comes of the features is as exact as before."""
+        if checks.one_of("precision", precision, ("fp32", "bf16")) == "fp32":
+            return self
+        if self.embed is None:
+            raise ValueError(f"precision is {precision!r}, but this problem names no embed to round; it must be 'fp32'")
+        embed, exact = self.embed, next(iter(self.x.values())).dtype
+
+        def rounded(x: Tree, data: Data, rng: Any) -> Data:
+            with torch.autocast(leaves(data)[0][1].device.type, torch.bfloat16):
+                found = embed(x, data, rng)
+            back = {torch.bfloat16: exact}
+            return like(found, [tensor.to(back.get(tensor.dtype, tensor.dtype)) for _, tensor in leaves(found)])
+
+        if isinstance(embed, _WithoutRng):
+            return replace(self, embed=lambda x, data: rounded(x, data, ()))
+        return replace(self, embed=rounded)
 
     def project(self, x: Tree) -> Tree:
         return x if self.project_x is None else Tree(self.project_x(x))
@@ -260,7 +276,7 @@ def client_weights(weights: str | Sequence[float], clients: Sequence[ClientData]
     if isinstance(weights, str):
         if checks.one_of("weights", weights, ("uniform", "samples")) == "uniform":
             return _Uniform(n)
-        values: Sequence[Any] = [client.size("train") for client in clients]
+        values: Sequence[Any] = [clients[i].size("train") for i in range(n)]
     elif isinstance(weights, Sequence):
         values = weights
     else:

@@ -83,14 +83,20 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
 
 def is_finite(values: Any) -> bool:
     """Whether every tensor and number in a nested value is finite."""
-    return all(map(_is_finite, pytree.tree_leaves(values)))
-
-
-def _is_finite(leaf: Tensor | float) -> bool:
-    if not isinstance(leaf, Tensor):
-        return math.isfinite(leaf)
-    # What is not finite makes a sum that is not; a sum of finite numbers may be too large, but seldom is.
-    return math.isfinite(leaf.sum()) or bool(torch.isfinite(leaf).all())
+    leaves = pytree.tree_leaves(values)
+    if not all(math.isfinite(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
+        return False
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.setdefault(leaf.device, []).append(leaf)
+    # What is not finite makes a sum that is not, found by one look at each device; a sum of finite numbers may be too
+    # large, but seldom is.
+    sums = {device: torch.stack([t.sum().double() for t in found]).sum() for device, found in tensors.items()}
+    return all(
+        math.isfinite(total) or all(bool(torch.isfinite(t).all()) for t in tensors[device])
+        for device, total in sums.items()
+    )
 
 
 def nbytes(values: Any) -> int:

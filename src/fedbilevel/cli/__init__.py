@@ -33,7 +33,7 @@ Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds
 TaskName = Annotated[str | None, typer.Option(help="Another task, by name or as module:function.")]
 DataName = Annotated[str | None, typer.Option(help="Another data set.")]
 Seed = Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Methods = Annotated[str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")]
 Clients = Annotated[int | None, typer.Option(min=1, help="How many clients the federation has.")]
 Keys = Annotated[Path | None, typer.Option(help="A folder made by `fedbilevel keys`: encryption, and keys for nodes.")]
@@ -80,10 +80,14 @@ def run(
     """Run one experiment with one method; the folder holds its config, metrics, checkpoint and summary."""
     from fedbilevel.cli.progress import Progress
     from fedbilevel.cli.track import trackers
+    from fedbilevel.federation import ranks
     from fedbilevel.runs import config as configs
     from fedbilevel.runs.record import Recorder
     from fedbilevel.runs.runner import prepare
 
+    ranks.start()
+    if ranks.rank():  # the first one speaks for all
+        quiet, json_, tensorboard, mlflow = True, False, False, False
     if quiet or json_:
         logging.getLogger("fedbilevel").setLevel(logging.ERROR)
     place, table = configs.read(experiment)
@@ -99,7 +103,7 @@ def run(
         raise ValueError("--stock and --keys are for --federation flower")
     config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
-    folder = out or _fresh(Path("runs", title.replace(" ", "-")))
+    folder = ranks.first(lambda: out or _fresh(Path("runs", title.replace(" ", "-"))))
     if real:
         summary = _run_flower(config, title, folder, clients, resume, data_dir, quiet or json_, stock, keys)
         _finish(summary, folder, quiet, json_)
@@ -107,8 +111,9 @@ def run(
         from fedbilevel.cli.federation import simulate
 
         _finish(simulate(config, folder, resume, data_dir), folder, quiet, json_)
-    prepared = prepare(config, data_dir)
-    recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
+    with ranks.together():
+        prepared = prepare(config, data_dir)
+        recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: prepared.stop())
     with (
@@ -233,7 +238,7 @@ def join(
     ca: Annotated[Path | None, typer.Option(help="The authority of the server's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="This client's own private key.")] = None,
     plain: Plain = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "cpu",
     data_dir: DataDir = None,
 ) -> None:
     """Be a client of a federation, with data that stays here."""
@@ -475,7 +480,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise
-        sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
+        ranks = sys.modules.get("fedbilevel.federation.ranks")
+        if not (ranks and ranks.rank()):
+            sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
         sys.exit(2)
 
 

@@ -64,8 +64,7 @@ class Batches:
         drawn = []
         for draw in range(self.draws):
             parts = {side: self._side(side, k, draw, active) for side in self.extents}
-            rng = fold_in(fold_in(fold_in(self.keys[:active], 2), k), draw)
-            drawn.append(Batch(**parts, rng=rng))
+            drawn.append(Batch(**parts, rng=self._rng(k, draw)[:active]))
         return tuple(drawn) if self.draws > 1 else drawn[0]
 
     def _side(self, side: str, k: int, draw: int, active: int) -> Data:
@@ -82,16 +81,28 @@ class Batches:
         return self.take(side, chosen)
 
     def _indices(self, side: str, turn: int, draw: int) -> Tensor:
-        """What everyone draws in one step, or in one pass over the data; drawn for some turns to come as well."""
-        first, ahead = self._ahead.get((side, draw), (0, torch.empty(0)))
+        """What everyone draws in one step, or in one pass over the data."""
+        count, size, sizes = self.extents[side]
+        turns = -(-self.steps // -(-size // count)) if self.epochs else self.steps
+        stream = 0 if self.paired else list(self.extents).index(side)
+
+        def drawn(keys: Tensor) -> Tensor:
+            return rows(keys, size, size if self.epochs else count, None if isinstance(sizes, tuple) else sizes)
+
+        return self._look_ahead(side, stream, turn, draw, turns, max(1, DRAWN // (size * len(self.keys))), drawn)
+
+    def _rng(self, k: int, draw: int) -> Tensor:
+        return self._look_ahead("rng", 2, k, draw, self.steps, DRAWN, lambda keys: keys)
+
+    def _look_ahead(
+        self, what: str, stream: int, turn: int, draw: int, turns: int, most: int, of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What comes of everyone's keys in one turn, computed with that of up to `most` turns to come."""
+        first, ahead = self._ahead.get((what, draw), (0, self.keys[:0]))
         if not first <= turn < first + len(ahead):
-            count, size, sizes = self.extents[side]
-            left = (-(-self.steps // -(-size // count)) if self.epochs else self.steps) - turn
-            turns = torch.arange(max(1, min(left, DRAWN // (size * len(self.keys)))), device=self.keys.device) + turn
-            stream = 0 if self.paired else list(self.extents).index(side)
-            keys = fold_in(fold_in(fold_in(self.keys, stream), turns.unsqueeze(-1)), draw)
-            ahead = rows(keys, size, size if self.epochs else count, None if isinstance(sizes, tuple) else sizes)
-            first, self._ahead[side, draw] = turn, (turn, ahead)
+            some = torch.arange(turn, min(turns, turn + most), device=self.keys.device)
+            ahead = of(fold_in(fold_in(fold_in(self.keys, stream), some.unsqueeze(-1)), draw))
+            first, self._ahead[what, draw] = turn, (turn, ahead)
         return ahead[turn - first]
 
 

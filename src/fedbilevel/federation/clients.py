@@ -13,10 +13,12 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
+from fedbilevel.federation import ranks
 from fedbilevel.federation.base import ClientError, log, wrong
 from fedbilevel.federation.batches import Batches, Extent, Take, extents, shape
 from fedbilevel.federation.features import Tables, embedded, look_up
-from fedbilevel.federation.graphs import Graphs
+from fedbilevel.federation.graphs import Graphs, kinds
+from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
 from fedbilevel.federation.pool import Apart, Pool, Pools, together
 from fedbilevel.oracle import Features, Oracle
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
 MEASURES = ("footprints", "measured", "uses")
+RECORD_FROM = 2  # uses of a task
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
 STACK_BELOW = 2e7  # operations of a client's largest convolution
 TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
@@ -112,11 +115,11 @@ class Clients:
     ) -> None:
         self.problem, self.data, self.algorithm, self.environment = problem, data, algorithm, environment
         self.device, self.mode, self.memory = device, mode, memory
-        self.memories: dict[int, dict[str, Any]] = {}  # what clients keep for themselves
+        self.memories = Memories(device, memory)  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
         self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
-        self.names: dict[Hashable, tuple[str, str]] = {}  # of the kinds of steps, in either sense
+        self.names: dict[Hashable, str] = {}
         self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
         self.held: dict[int, ClientData] = {}  # what the clients hold that are at work
         self.on_gpu = device != "cpu"
@@ -124,14 +127,23 @@ class Clients:
         self.graphs = Graphs()
         self.tables = Tables(problem)
 
-    def snapshot(self) -> dict[str, Any]:
+    def mark(self) -> dict[str, Any]:
         # Chunks and traces round differently: a resumed run must cut and trace the same ones.
-        return {name: dict(getattr(self, name)) for name in ("memories", *MEASURES)}
+        return {"memories": self.memories.mark(), **{name: dict(getattr(self, name)) for name in MEASURES}}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        self.memories = pytree.tree_map(lambda t: t.to(self.device), dict(snapshot["memories"]))
+    def back(self, mark: Mapping[str, Any]) -> None:
+        self.memories.back(mark["memories"])
         for name in MEASURES:
-            setattr(self, name, dict(snapshot[name]))
+            setattr(self, name, dict(mark[name]))
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**self.mark(), "memories": self.memories.save()}
+
+    def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
+        """Of every rank; other ranks than then stack other clients, and so measure anew what the first had not."""
+        self.memories.restore([snapshot["memories"] for snapshot in snapshots])
+        own = snapshots[ranks.rank() if len(snapshots) == ranks.size() else 0]
+        self.back({**own, "memories": self.memories.mark()})
 
     def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
@@ -159,9 +171,7 @@ class Clients:
             raise TypeError(f"phase {phase!r} remembers; its finish must return a memory beside its reply")
         memory = part.values.pop("memory")
         for j, w in enumerate(part.work):
-            self.memories.pop(w.client, None)
-            if memory:
-                self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
+            self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
 
     def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
@@ -169,7 +179,7 @@ class Clients:
         for w in work:
             role, data = w.exchange.role, self.held[w.client]
             form = shape(data, role.batch, w.exchange.batch_size(self.environment), isinstance(role.steps, Epochs))
-            sent = (w.exchange.form, _form(dict(w.each)), _form(self._recall(w)))
+            sent = (w.exchange.form, _form(w.each), _form(self._recall(w)))
             # A schedule gives every iteration settings of its own.
             groups[(w.exchange.phase, form, sent), id(w.exchange.settings)].append(w)
         for (kind, _), group in groups.items():
@@ -220,7 +230,10 @@ class Clients:
         def stack(*values: Any) -> Tensor:
             return torch.stack([tensor(value) for value in values])
 
-        shared, own = dict(exchange.shared), _stacked([dict(w.each) for w in work], stack)
+        shared, own = (
+            pytree.tree_map(lambda v: tensor(v) if isinstance(v, float) else v, dict(exchange.shared)),
+            _stacked([dict(w.each) for w in work], stack),
+        )
         places = {e: place for place, e in enumerate(dict.fromkeys(w.exchange for w in work))}
         if len(places) > 1:  # not everyone was sent the same
             sent, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
@@ -242,7 +255,7 @@ class Clients:
             "extents": held,
             "starts": {side: starts for side, (_, starts) in pools.items()},
             "pools": {side: [t.data_ptr() for t in pool.tensors] for side, (pool, _) in pools.items()},
-            "lengths": [lengths[0], lengths[-1]] if self.on_gpu else lengths,
+            "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
             "features": features,
         }
         others = {side: Apart([getattr(d, side) for d in data]) for side in drawn if side not in pools}
@@ -257,9 +270,8 @@ class Clients:
 
             return self._program(exchange, lift, given, take)
 
-        # A schedule's numbers would be frozen into a recording.
-        whole = self.graphs.run if exchange.settings is self.algorithm else lambda _, program, given: program(given)
-        replies, spent = whole(str(exchange.phase), program, inputs)
+        run = self.graphs.run if self._often(exchange, inputs) else lambda _, program, given: program(given)
+        replies, spent = run(exchange.phase, program, inputs)
         start = 0
         for length, count in Counter(lengths).items():
             end = start + count
@@ -278,6 +290,15 @@ class Clients:
             return self.pools.bring(side, numbers, data)
         return None
 
+    def _often(self, exchange: Exchange, inputs: Any) -> bool:
+        """Whether a task is used often enough to be recorded. It is counted in the checkpoint, as in `_step`."""
+        if not self.on_gpu or exchange.settings is not self.algorithm:  # a schedule's numbers would be frozen
+            return False
+        leaves, form = pytree.tree_flatten({**inputs, "pools": {}})
+        name = self._name((exchange.phase, "task", form, kinds(leaves)))
+        self.uses[name] = self.uses.get(name, 0) + 1
+        return self.uses[name] > RECORD_FROM
+
     def _embeds(self, exchange: Exchange) -> bool:
         """Whether every sample is embedded once beforehand: where x stays and every sample is looked at."""
         role = exchange.role
@@ -290,7 +311,7 @@ class Clients:
         found, took = {}, Took()
         for side, (batch, _, _) in held.items():
             data = [self._here(side, number) for number in numbers]
-            kind = _digest(("embed", work[0].exchange.form, batch, side, _form({"": data[0]})))
+            kind = self._name(("embed", work[0].exchange.form, batch, side, _form({"": data[0]})))
             if kind not in self.measured:
                 with Meter() as meter:
                     embedded(self.problem, at[0], data[0], batch)
@@ -349,6 +370,12 @@ class Clients:
         whole = pytree.tree_map(lambda *parts: torch.cat(parts), *replies) if done else replies[0]
         return whole, [took.then(last) for took in spent]
 
+    def _name(self, key: Hashable) -> str:
+        """A short name, the same in every process."""
+        if key not in self.names:
+            self.names[key] = blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        return self.names[key]
+
     def _took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
         return self._use(exchange, place, fn, *pytree.tree_flatten(args))[1]
 
@@ -361,10 +388,8 @@ class Clients:
         would, and a trace leaves out what is computed for nothing.
         """
         key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
-        if (names := self.names.get(key)) is None:
-            one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
-            self.names[key] = names = (_digest(key), _digest(one))
-        name, kind = names
+        name = self._name(key)
+        kind = self._name((*key[:3], tuple((value.shape[1:], value.dtype) for value in values)))
         if kind not in self.measured:
             alone = [value[:1] for value in values]
             with Meter() as meter:
@@ -393,10 +418,10 @@ class Clients:
         name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
         large = not self.on_gpu and took.flops * len(values[0]) > TRACE_BELOW
-        if self.mode == "loop" or moving or large:
+        if self.mode == "loop" or moving or large or (self.on_gpu and not self.graphs.recording):
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         self.uses[name] = self.uses.get(name, 0) + 1
-        if self.uses[name] <= TRACE_FROM:
+        if self.uses[name] <= TRACE_FROM and not self.on_gpu:
             return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
         if name not in self.traces:
             try:
@@ -424,17 +449,19 @@ def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
 
 def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
     """Where clients remember, their tasks follow each other: each may leave a memory for the next."""
+    if not work or not work[0].exchange.role.remembers:
+        return [work]
     turns: dict[int, list[Assignment]] = defaultdict(list)
     before: Counter[int] = Counter()
     for w in work:
         turns[before[w.client]].append(w)
-        before[w.client] += w.exchange.role.remembers
+        before[w.client] += 1
     return turns.values()
 
 
 def _form(values: Mapping[str, Any]) -> str:
     """What can be stacked has the same form."""
-    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), values)) if values else ""
+    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(values))) if values else ""
 
 
 def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
@@ -445,11 +472,6 @@ def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict
 def _moved(which: Tensor, new: Any, old: Any) -> Any:
     """The new values of those clients, the old ones of the others."""
     return pytree.tree_map(lambda n, o: torch.where(which.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)
-
-
-def _digest(key: Hashable) -> str:
-    """A short name, the same in every process."""
-    return blake2b(repr(key).encode(), digest_size=8).hexdigest()
 
 
 def _first_line(error: BaseException) -> str:

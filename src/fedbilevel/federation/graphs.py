@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.federation.base import log
 
-RECORD_FROM = 3  # uses; what is used less often is not worth a recording
 MOST = 32  # recordings that are kept; each holds the memory that its program works in
 
 Program = Callable[[Any], tuple[Any, Any]]
@@ -33,36 +31,37 @@ class Graphs:
 
     A program is recorded for the shapes of its tensors and for its other values; it must do nothing but launch kernels.
     One that does more (a copy from the CPU, a choice by a value) cannot be recorded and runs as it is, which is said in
-    the log. A replay runs the kernels of the program and gives the same bits.
+    the log. `recording` tells a program that it is being recorded.
     """
 
     def __init__(self) -> None:
-        self.uses: Counter[Hashable] = Counter()
         self.recordings: dict[Hashable, Recording | None] = {}
+        self.recording = False
 
     def run(self, name: str, program: Program, inputs: Any) -> tuple[Any, Any]:
         leaves, form = pytree.tree_flatten(inputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not tensors or not tensors[0].is_cuda:
-            return program(inputs)
-        kinds = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else repr(t) for t in leaves)
-        key = (name, form, kinds)
-        self.uses[key] += 1
-        if self.uses[key] < RECORD_FROM:
-            return program(inputs)
+        key = (name, form, kinds(leaves))
         if key not in self.recordings:
             if len(self.recordings) >= MOST:
                 del self.recordings[next(iter(self.recordings))]
+            self.recording = True
             try:
                 self.recordings[key] = _record(program, leaves, form)
             except RuntimeError as error:
                 log.info("%s is not recorded: %s", name, str(error).strip().split("\n")[0])
                 self.recordings[key] = None
+            finally:
+                self.recording = False
         if (recording := self.recordings[key]) is None:
             return program(inputs)
-        torch._foreach_copy_(recording.inputs, tensors)
+        torch._foreach_copy_(recording.inputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         recording.graph.replay()
         return pytree.tree_unflatten([t.clone() for t in recording.outputs], recording.form), recording.rest
+
+
+def kinds(leaves: list[Any]) -> tuple[Any, ...]:
+    """What a recording depends on: the forms of tensors, and everything else as it is."""
+    return tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else repr(t) for t in leaves)
 
 
 def _record(program: Program, leaves: list[Any], form: pytree.TreeSpec) -> Recording:

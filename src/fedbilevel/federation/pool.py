@@ -43,16 +43,16 @@ class Pool:
 
     def bring(self, data: dict[int, Data]) -> None:
         """See that the samples of these clients are all in the pool."""
+        new = [i for i in data if i not in self.starts]
+        if not new:
+            return
         self.like = next(iter(data.values()))
         one = [tensor for _, tensor in leaves(self.like)]
         most = self.memory // max(sum(tensor[:1].nbytes for tensor in one), 1)
-        new = [i for i in data if i not in self.starts]
         more = sum(len(leaves(data[i])[0][1]) for i in new)
         if self.starts and self.used + more > most:
-            self.starts, self.used = {}, 0
-            new, more = list(data), sum(len(leaves(side)[0][1]) for side in data.values())
-        if not new:
-            return
+            self.starts, self.used, new = {}, 0, list(data)
+            more = sum(len(leaves(side)[0][1]) for side in data.values())
         self._reserve(one, self.used + more, most)
         columns = zip(*([tensor for _, tensor in leaves(data[i])] for i in new), strict=True)
         for pooled, column in zip(self.tensors, columns, strict=True):

@@ -114,7 +114,7 @@ class Worker:
         work = Assignment(exchange, number, 0, self.client, checks.integer("steps", steps, least=1), each, key)
         remembers = exchange.role.remembers
         before = self._recall(number) if remembers else {}
-        self.engine.memories = {self.client: before} if before else {}
+        self.engine.memories[self.client] = before
         (part,) = self.engine.run([work])
         if remembers:
             after = self.engine.memories.get(self.client, {})
