@@ -19,9 +19,12 @@ CLIENTS, COHORT, SAMPLES, BATCH = 40, 10, 300, 64
 WARM_UP = 55  # iterations, after which every step is traced
 
 
-def images(tag: int) -> tuple[Tensor, Tensor]:
-    key = fold_in(root(0, "bench"), tag)
-    return normal(key, (SAMPLES, 1, 28, 28)), (normal(fold_in(key, 1), (SAMPLES,)).abs() * 5).long().clamp(max=9)
+def federation() -> list[fb.ClientData]:
+    """Clients whose samples are parts of one tensor, as those of tasks are."""
+    count = 2 * CLIENTS * SAMPLES
+    images = normal(root(0, "bench"), (count, 1, 28, 28)).split(SAMPLES)
+    sides = list(zip(images, (torch.arange(count) % 10).split(SAMPLES), strict=True))
+    return [fb.ClientData(train=train, val=val) for train, val in zip(sides[::2], sides[1::2], strict=True)]
 
 
 def fedavg_arithmetic(steps: int) -> Callable[[], object]:
@@ -53,10 +56,9 @@ def fedavg_arithmetic(steps: int) -> Callable[[], object]:
 
 def in_runtime(name: str, steps: int) -> Callable[[], None]:
     """A whole round: cohort, batches, local steps, acceptance, ledger, server's step."""
-    clients = [fb.ClientData(train=images(2 * i), val=images(2 * i + 1)) for i in range(CLIENTS)]
     environment = fb.Environment(participation=COHORT, local_steps=steps, batch_size=BATCH)
     mlp = problem(fb.nets.mlp(784, 200, 10))
-    run = Run(fb.SimulatedFederation(mlp, clients, fb.algorithms.get(name)(), environment), {})
+    run = Run(fb.SimulatedFederation(mlp, federation(), fb.algorithms.get(name)(), environment), {})
     for _ in range(WARM_UP):
         run.advance()
 

@@ -86,11 +86,17 @@ def is_finite(values: Any) -> bool:
     leaves = pytree.tree_leaves(values)
     if not all(math.isfinite(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
         return False
-    flags: dict[torch.device, list[Tensor]] = {}
+    tensors: dict[torch.device, list[Tensor]] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            flags.setdefault(leaf.device, []).append(torch.isfinite(leaf).all())
-    return all(bool(torch.stack(found).all()) for found in flags.values())  # one look at each device
+            tensors.setdefault(leaf.device, []).append(leaf)
+    # What is not finite makes a sum that is not, found by one look at each device; a sum of finite numbers may be too
+    # large, but seldom is.
+    sums = {device: torch.stack([t.sum().double() for t in found]).sum() for device, found in tensors.items()}
+    return all(
+        math.isfinite(total) or all(bool(torch.isfinite(t).all()) for t in tensors[device])
+        for device, total in sums.items()
+    )
 
 
 def nbytes(values: Any) -> int:

@@ -20,7 +20,7 @@ from fedbilevel.federation.features import Tables, embedded, look_up
 from fedbilevel.federation.graphs import Graphs, Program, kinds
 from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
-from fedbilevel.federation.pool import Apart, Pools
+from fedbilevel.federation.pool import Apart, Pool, Pools, together
 from fedbilevel.oracle import Features, Oracle
 from fedbilevel.phase import Epochs, Message, Phase
 from fedbilevel.problem import ClientData, Data, Problem, leaves, like
@@ -242,12 +242,11 @@ class Clients:
         held = extents(data, role.batch, exchange.batch_size(self.environment), self.device)
         numbers = [w.client for w in work]
         features, embedding = self._features(work, held) if self._embeds(exchange) else ({}, Took())
-        # In memory, bringing samples together costs a copy of all of them: it pays if as many are drawn.
         drawn = {side: extent for side, extent in held.items() if side not in features}
-        pays = {
-            side: self.on_gpu or most <= lengths[0] * batch * role.draws for side, (batch, most, _) in drawn.items()
+        found = {
+            side: self._pool(side, data, numbers, lengths[0] * role.draws, extent) for side, extent in drawn.items()
         }
-        pools = {side: self.pools.bring(side, numbers, data) for side, it in pays.items() if it}
+        pools = {side: place for side, place in found.items() if place}
         inputs = {
             "shared": shared,
             "own": own,
@@ -259,7 +258,7 @@ class Clients:
             "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
             "features": features,
         }
-        others = {side: Apart([getattr(d, side) for d in data]) for side, it in pays.items() if not it}
+        others = {side: Apart([getattr(d, side) for d in data]) for side in drawn if side not in pools}
 
         def program(given: Any) -> tuple[Any, Any]:
             def take(side: str, indices: Tensor | None) -> Any:
@@ -279,8 +278,19 @@ class Clients:
             yield Part(work[start:end], values, spent[length].then(embedding))
             start = end
 
+    def _pool(
+        self, side: str, data: Sequence[ClientData], numbers: list[int], batches: int, extent: Extent
+    ) -> tuple[Pool, Tensor] | None:
+        """One place in which the samples of a stack lie, and where each client's begin; None if it does not pay."""
+        if not self.on_gpu and (found := together([getattr(client, side) for client in data])):
+            return found
+        # In memory it costs a copy of all samples: it pays if as many are drawn, a few at a time.
+        if self.on_gpu or extent.batch < extent.most <= batches * extent.batch:
+            return self.pools.bring(side, numbers, data)
+        return None
+
     def _recorded(self, exchange: Exchange, program: Program, inputs: Any) -> Any:
-        """Run a program of a GPU; from its third use on a recording of it. Uses are in the checkpoint, as in `_step`."""
+        """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as in `_step`."""
         if exchange.settings is not self.algorithm:  # a schedule's numbers would be frozen
             return program(inputs)
         leaves, form = pytree.tree_flatten(inputs)

@@ -20,11 +20,12 @@ class Apart:
     def take(self, indices: Tensor | None) -> Data:
         if indices is None:
             return like(self.like, [torch.stack(column) for column in self.columns])
-        each = indices.unbind()
-        chosen = (
-            [tensor.index_select(0, i) for tensor, i in zip(column, each, strict=False)] for column in self.columns
-        )
-        return like(self.like, [torch.stack(samples) for samples in chosen])
+        each, found = indices.unbind(), []
+        for column in self.columns:
+            found.append(column[0].new_empty((*indices.shape, *column[0].shape[1:])))
+            for tensor, chosen, place in zip(column, each, found[-1], strict=False):
+                torch.index_select(tensor, 0, chosen, out=place)
+        return like(self.like, found)
 
 
 class Pool:
@@ -75,6 +76,22 @@ class Pool:
             indices = torch.arange(size, device=starts.device).expand(len(starts), size)
         places = (starts[: len(indices)].unsqueeze(-1) + indices).flatten()
         return like(self.like, [tensor.index_select(0, places).unflatten(0, indices.shape) for tensor in self.tensors])
+
+
+def together(data: Sequence[Data]) -> tuple[Pool, Tensor] | None:
+    """A pool that needs no copies, where the clients' tensors are parts of one, as those of tasks are."""
+    pool, starts = Pool(0, "cpu"), []
+    for column in zip(*([tensor for _, tensor in leaves(side)] for side in data), strict=True):
+        first = column[0]
+        storage, width, row = first.untyped_storage(), first.stride(0), first.stride()
+        for t in column:
+            here = t.untyped_storage().data_ptr() == storage.data_ptr() and t.stride() == row and t.is_contiguous()
+            if not here or not width or t.storage_offset() % width:
+                return None
+        starts.append([t.storage_offset() // width for t in column])
+        pool.tensors.append(first.as_strided((storage.nbytes() // first.itemsize // width, *first.shape[1:]), row, 0))
+    pool.like = data[0]
+    return (pool, torch.tensor(starts[0])) if all(begin == starts[0] for begin in starts) else None
 
 
 class Pools:
