@@ -203,6 +203,9 @@ def _values(**new: Any) -> Any:
         (_values(qx=Tree({"../../x": torch.zeros(3, dtype=torch.float64)})), "another shape"),
         (_values(qx=Tree(x=torch.full((3,), 1e9, dtype=torch.float64))), "norm_bound"),
         (_values(qx=3), "something else than tensors"),
+        (lambda said: {**said, "values": {torch.zeros(2): torch.zeros(2), torch.ones(2): torch.zeros(2)}}, "no text"),
+        (lambda said: {**said, "number": torch.zeros(40, 40)}, "number is"),
+        (lambda said: {**said, "took": torch.zeros(3)}, "ind"),
         (_values(extra=torch.zeros(())), "it declares"),
         (lambda said: {**said, "number": 10**6}, "was given"),
         (lambda said: {**said, "took": {**said["took"], "flops": -1}}, "flops is -1"),
@@ -222,6 +225,75 @@ def test_a_lie_is_refused_counted_and_named(change: Any, why: str, caplog: Any) 
     assert why in lines[0]
     assert "\n" not in lines[0]
     assert fed.ledger.lost_tasks == 0
+
+
+def test_a_tree_is_no_scalar() -> None:
+    """Nor is one whose only name is empty, which has the shape of one."""
+    table = {**TABLE, "algorithm": {"name": "afbo", "memory": "client"}, "environment": {"participation": 3}}
+    grid = Grid(4)
+    grid.odd[102] = _with(_values(base=Tree({"": torch.tensor(-1.0, dtype=torch.float64)})))
+    fed, run = federation(grid, config(table))
+    for _ in range(5):
+        run.advance()
+    assert fed.aside == [2]
+    assert (fed.ledger.refused_replies, fed.ledger.lost_tasks) == (3, 0)  # what it is not sent is not lost
+
+
+def test_nobody_left_ends_a_run_without_barriers_too() -> None:
+    table = {**TABLE, "algorithm": {"name": "afbo"}, "rounds": 50}
+    grid = Grid(4)
+    for node in grid.nodes:
+        grid.odd[node] = only("train", error(2))
+    _, run = federation(grid, config(table))
+    for _ in run:
+        pass
+    assert (run.status, run.reason) == ("diverged", "clients [0, 1, 2, 3] were put aside; 1 are needed")
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("-inf"), 10**400, True, "1", torch.zeros(2)])
+def test_a_lie_about_losses_changes_nothing(loss: Any, caplog: Any) -> None:
+    grid, alone = Grid(2), config(TABLE, **{"task.clients": 2})
+
+    def lie(message: Message, handle: Any) -> Message:
+        said = {**decode(handle(message).content), "upper": loss}
+        return Message(encode(**said), reply_to=message)
+
+    fed, run = federation(grid, alone)
+    x, y = run.state[:2]
+    grid.odd[101] = only("evaluate", lambda message, handle: None)
+    later, fed.conduct = fed.conduct, Conduct(deadline_s=0.01)
+    expected = fed.losses(x, y)  # of the other client
+    fed.conduct, grid.odd[101] = later, only("evaluate", lie)
+    fed.sample()
+    fed._wait(2, set())
+    assert fed.losses(x, y) == expected
+    assert "client 1 did not tell its losses: its upper loss is" in caplog.text
+
+
+def test_a_run_that_ends_for_want_of_clients_ends_at_once_and_is_measured(monkeypatch: Any) -> None:
+    later, grid = clock(monkeypatch), Grid(2)
+
+    def die(message: Message, handle: Any) -> None:
+        del grid.nodes[101]
+        later(20.0)
+
+    grid.odd[101] = only("train", die)
+    table = {**TABLE, "environment": {"min_replies": 2}}
+    fed, run = federation(grid, config(table, **{"task.clients": 2}), Conduct(deadline_s=10.0))
+    for _ in run:
+        pass
+    assert run.status == "diverged"
+    assert "1 of 2 replies were accepted" in run.reason
+    assert fed.now < 60
+
+
+def test_a_reply_that_flower_cannot_read_is_refused() -> None:
+    """Flower takes the first object that a node has sent for a message, whatever it is."""
+    grid = Grid(4)
+    grid.odd[102] = only("train", lambda message, handle: handle(message).content)
+    fed, run = federation(grid, config(TABLE))
+    run.advance()
+    assert fed.refusals == {2: 1}
 
 
 def test_a_client_whose_code_fails_is_refused_like_one_that_lies(caplog: Any) -> None:
@@ -254,6 +326,46 @@ def test_a_node_refuses_what_a_server_must_not_ask(change: dict[str, Any], why: 
         grid.push_messages([Message(encode(**message), 100, "train")])
     assert not grid.replies["0"].has_error()
     assert why in str(grid.replies["1"].error.reason)
+
+
+def test_a_section_of_the_experiment_cannot_name_another_task(tmp_path: Any) -> None:
+    grid, there = Grid(1), tmp_path / "there"
+    section = {"task": {"name": "os:system", "command": f"touch {there}"}}
+    table = {**config(TABLE).table, "algorithms": {"simfbo": section}}
+    grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
+    assert not there.exists()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"samples": [2**60, 1]}, {"samples": [0, 1]}, {"samples": [1]}, {"client": 9}, {"client": torch.zeros(40, 40)}],
+)
+def test_who_introduces_itself_wrongly_is_refused(said: dict[str, Any], caplog: Any) -> None:
+    grid = Grid(2)
+    hello = {"client": 1, "samples": [1, 1], **said}
+    grid.odd[101] = only(
+        "query", lambda message, handle: handle(message) and Message(encode(**hello), reply_to=message)
+    )
+    fed, _ = federation(grid, config(TABLE, **{"task.clients": 2}), Conduct(start_clients=1))
+    fed.begin()
+    fed._look()
+    assert fed.present == [0]
+    (line,) = [line.message for line in caplog.records if "node 101 refused" in line.message]
+    assert "\n" not in line
+
+
+def test_who_comes_back_before_it_was_missed_is_let_in_then() -> None:
+    grid = Grid(2)
+    fed, _ = federation(grid, config(TABLE, **{"task.clients": 2}))
+    fed.begin()
+    grid.nodes[201] = {"partition-id": 1}  # without a key of its own, a node that restarts is another one
+    for _ in range(3):
+        fed._look()
+    assert fed.members.node[1] == 101
+    del grid.nodes[101]
+    for _ in range(3):
+        fed._look()
+    assert fed.members.node[1] == 201
 
 
 def test_two_nodes_cannot_be_one_client_and_a_key_is_bound_to_its_client(caplog: Any) -> None:
@@ -389,7 +501,8 @@ def test_keys_are_for_their_owner_and_are_not_made_twice(tmp_path: Any) -> None:
     authority, server = (x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in (keys.CA, keys.SERVER))
     server.verify_directly_issued_by(authority)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]  # for the proxy beside it
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1", "127.0.0.1"]
     assert warm.load_key(tmp_path / "clients/client-1")[1].curve.name == "secp384r1"
     assert keys.make(tmp_path, 3, ["other"]) == [tmp_path / "clients/client-2", tmp_path / "clients/client-2.pub"]
     with pytest.raises(ValueError, match="is no private key"):

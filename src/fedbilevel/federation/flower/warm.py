@@ -46,6 +46,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedbilevel.federation.base import log
+from fedbilevel.federation.flower.wire import one_line
 
 FLWR_VERSION = "1.41.0"
 POLL_S = 0.1  # every look costs the SuperLink a few milliseconds
@@ -173,8 +174,7 @@ def _answer(client: FleetHttpClient, node: Node, app: Callable[[Message, Context
     try:
         reply = app(message, context)
     except Exception as error:
-        why = " ".join(str(error).split())
-        reply = Message(Error(code=RAISED, reason=f"{type(error).__name__}: {why}"[:500]), reply_to=message)
+        reply = Message(Error(code=RAISED, reason=f"{type(error).__name__}: {one_line(error)}"), reply_to=message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     try:
         _push(client, node, run, reply, time.monotonic() - started)
