@@ -31,7 +31,8 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
             key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
             decipher_only=False,
         )  # fmt: skip
-        authority = _certificate(name, name, key.public_key(), days).add_extension(
+        lasts = 10 * days  # or nothing could be renewed when it must be
+        authority = _certificate(name, name, key.public_key(), lasts).add_extension(
             x509.BasicConstraints(ca=True, path_length=0), critical=True
         )
         signed = authority.add_extension(usage, critical=True).sign(key, hashes.SHA384())
