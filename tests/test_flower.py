@@ -10,6 +10,7 @@ import pytest
 import torch
 from cryptography import x509
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.proto.message_pb2 import ObjectTree
 
 from fedbilevel import algorithms
 from fedbilevel.cli import _with_clients, main
@@ -250,7 +251,10 @@ def test_nobody_left_ends_a_run_without_barriers_too() -> None:
     assert (run.status, run.reason) == ("diverged", "clients [0, 1, 2, 3] were put aside; 1 are needed")
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("-inf"), 10**400, True, "1", torch.zeros(2)])
+LOSSES = [float("nan"), float("-inf"), 10**400, True, "1", torch.zeros(2)]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: repr(loss)[:8])
 def test_a_lie_about_losses_changes_nothing(loss: Any, caplog: Any) -> None:
     grid, alone = Grid(2), config(TABLE, **{"task.clients": 2})
 
@@ -334,6 +338,9 @@ def test_a_section_of_the_experiment_cannot_name_another_task(tmp_path: Any) -> 
     table = {**config(TABLE).table, "algorithms": {"simfbo": section}}
     grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
     assert not there.exists()
+    grid.nodes[100]["task"] = "tests.flower:own_task"
+    grid.push_messages([Message(encode(job="ab", table=config(TABLE).table), 100, "query")])
+    assert "this node allows 'tests.flower:own_task'" in str(grid.replies["1"].error.reason)  # and no other
 
 
 @pytest.mark.parametrize(
@@ -473,6 +480,34 @@ def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once() -> No
     assert torch.allclose(flatten(run.state.x), flatten(calm.state.x), rtol=0, atol=1e-12)
 
 
+def test_no_message_outlives_its_deadline() -> None:
+    grid = Grid(4)
+    fed, run = federation(grid, config(TABLE), Conduct(deadline_s=10.0))
+    run.advance()
+    fed.losses(*run.state[:2])
+    assert {m.metadata.message_type for m in grid.sent} == {"query", "train", "evaluate"}
+    assert all(0 < m.metadata.ttl <= 10 for m in grid.sent)
+
+
+def test_parts_of_a_message_are_looked_for_often_on_both_sides(monkeypatch: Any) -> None:
+    looks: list[str] = []
+    sides = warm.inflatable_utils.pull_objects, warm.inflatable_utils.pull_and_inflate_object_from_tree
+    for pull in sides:
+        monkeypatch.setattr(pull, "__kwdefaults__", dict(pull.__kwdefaults__))
+    warm.quicken()
+
+    def never(part: str) -> bytes:
+        looks.append(part)
+        raise warm.inflatable_utils.ObjectUnavailableError(part)
+
+    for pull, parts in zip(sides, ((["a"], never), (ObjectTree(object_id="a"), never, looks.append)), strict=True):
+        pull.__kwdefaults__["max_time"] = 0.1  # of a minute
+        looks.clear()
+        with pytest.raises(warm.inflatable_utils.ObjectPullError):
+            pull(*parts)
+        assert len(looks) > 2
+
+
 def test_what_only_a_simulation_can_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"environment\.delay is for simulations"):
         federation(Grid(4), config({**TABLE, "environment": {"delay": {"model": "constant"}}}))
@@ -500,6 +535,7 @@ def test_keys_are_for_their_owner_and_are_not_made_twice(tmp_path: Any) -> None:
         assert (path.stat().st_mode & 0o077 == 0) == secret
     authority, server = (x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in (keys.CA, keys.SERVER))
     server.verify_directly_issued_by(authority)
+    assert authority.not_valid_after_utc > server.not_valid_after_utc  # there is a time to renew it in
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]  # for the proxy beside it
     assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1", "127.0.0.1"]

@@ -40,7 +40,7 @@ class Node:
     """What a node's owner says: which client it is, where its data comes from, and what it will run.
 
     client_data: module:function, called with the number of the client, returns its `ClientData`; without one the
-    experiment's own task deals the data. task: the one module:function the experiment may name as its task.
+    experiment's own task deals the data. task: the only one that the experiment may name (None: those that we ship).
     """
 
     partition: int
@@ -72,9 +72,10 @@ class Worker:
         if not re.fullmatch("[0-9a-f]{1,64}", job):
             raise WireError("the run's name is not hexadecimal")
         name = table.get("task", {}).get("name")
-        if name not in tasks.names() and name != node.task:
+        if name not in ([node.task] if node.task else tasks.names()):
             # Whoever may name any module:function may run anything here.
-            raise WireError(f"the experiment's task is {name!r:.80}; this node allows {node.task or 'no own task'}")
+            allowed = repr(node.task) if node.task else "no own task"
+            raise WireError(f"the experiment's task is {name!r:.80}; this node allows {allowed}")
         self.node, self.client = node, node.partition
         self.config, task = _load(json.dumps(table), name, node.device, node.data_dir)
         self.problem = task.problem.to(node.device)

@@ -220,10 +220,9 @@ class FlowerFederation(Runtime):
         log.info("client %d has joined (node %d, %d training samples)", client, node, train)
 
     def _missing(self, client: int, node: int) -> None:
-        """A client that did not answer in time is given nothing until it has answered to a greeting."""
+        """A client that did not answer in time is given nothing until it has answered to another greeting."""
         if self.members.node.get(client) == node:  # and not another that has taken its place since
             del self.members.node[client]
-            self._greet(node)
 
     # Messages
 
