@@ -428,6 +428,25 @@ def test_a_client_past_its_deadline_is_lost_and_left_alone_until_it_answers(monk
     assert sorted(asked) == [100, 101, 102, 103]
 
 
+def test_sums_do_not_depend_on_who_is_first() -> None:
+    states = []
+    for late in (0, 1, 2, 3):
+        grid = Grid(4)
+        pull, seen = grid.pull_messages, set[str]()
+
+        def slowly(names: Any, late: int = 100 + late, grid: Any = grid, pull: Any = pull, seen: Any = seen) -> Any:
+            early = {name for name in names if name in seen or grid.sent[int(name)].metadata.dst_node_id >= late}
+            seen |= set(names)
+            return pull(early)
+
+        grid.pull_messages = slowly  # type: ignore[method-assign]
+        _, run = federation(grid, config(TABLE))
+        for _ in range(3):
+            run.advance()
+        states.append(flatten(run.state.x))
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
 def test_too_few_replies_end_the_run() -> None:
     grid = Grid(2)
     for node in grid.nodes:
@@ -453,6 +472,7 @@ def test_a_server_that_was_killed_goes_on_and_its_tasks_are_lost() -> None:
     again.restore(snapshot)
     rest.state = state
     assert again.ledger.lost_tasks == len(snapshot["lost"])
+    assert again.now > snapshot["now"] > 0
     for _ in range(4):
         rest.advance()
     assert 3 in {client for client, _ in rest.state.latest[2].items()}  # the one that was lost works again
