@@ -147,9 +147,10 @@ class FlowerFederation(Runtime):
         return self.members.samples.get(client, 1)  # looked at again when the task is sent
 
     def begin(self) -> None:
-        """Wait for the clients that must be there before round 1."""
+        """Wait for the clients that must be there before round 1, or before the first after a restart."""
         if not self.started:
-            self._wait(self.start_clients, frozenset())
+            wanted = min(self.start_clients, len(self) - len(self.aside))
+            self._wait(max(wanted, self.environment.min_replies), frozenset())
             sizes = [self.members.samples[c] if self.weighting == "samples" else 1 for c in range(len(self))]
             self.weights = [size / sum(sizes) for size in sizes]
             self.started = True
@@ -450,12 +451,13 @@ class FlowerFederation(Runtime):
 
     def snapshot(self) -> dict[str, Any]:
         flying = [(flight.work.client, flight.work.exchange.phase) for flight in self.flying.values()]
-        return {**super().snapshot(), "lost": [*self.lost, *flying], "now": self.now}
+        own = {"lost": [*self.lost, *flying], "now": self.now, "samples": dict(self.members.samples)}
+        return {**super().snapshot(), **own}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Tasks that were under way are lost: their replies cannot reach a new server."""
         super().restore(snapshot)
-        self.lost = list(snapshot["lost"])
+        self.lost, self.members.samples = list(snapshot["lost"]), dict(snapshot["samples"])
         self.ledger.lost_tasks += len(self.lost)
         self.before, self.began = snapshot["now"], time.monotonic()
 
