@@ -228,16 +228,25 @@ def test_a_lie_is_refused_counted_and_named(change: Any, why: str, caplog: Any) 
     assert fed.ledger.lost_tasks == 0
 
 
-def test_a_tree_is_no_scalar() -> None:
-    """Nor is one whose only name is empty, which has the shape of one."""
+@pytest.mark.parametrize("base", [Tree({"": torch.tensor(-1.0, dtype=torch.float64)}), torch.tensor(True)])
+def test_what_is_no_scalar_is_refused(base: Any) -> None:
+    """A tree whose only name is empty has the shape of one."""
     table = {**TABLE, "algorithm": {"name": "afbo", "memory": "client"}, "environment": {"participation": 3}}
     grid = Grid(4)
-    grid.odd[102] = _with(_values(base=Tree({"": torch.tensor(-1.0, dtype=torch.float64)})))
+    grid.odd[102] = _with(_values(base=base))
     fed, run = federation(grid, config(table))
     for _ in range(5):
         run.advance()
     assert fed.aside == [2]
     assert (fed.ledger.refused_replies, fed.ledger.lost_tasks) == (3, 0)  # what it is not sent is not lost
+    del grid.nodes[102]
+    again, _ = federation(grid, config(table))
+    again.restore(fed.snapshot())
+    assert (again.aside, again.refusals) == ([2], {2: 3})
+    again.begin()  # does not wait for it
+    assert again.members.samples[2] == 6
+    with pytest.raises(RuntimeError, match="two tasks in flight"):
+        again.post("work", [0, 0], each=[{"ack": -1}] * 2, x=run.state.x, y=run.state.y, z=run.state.z, number=9)
 
 
 def test_nobody_left_ends_a_run_without_barriers_too() -> None:
@@ -428,6 +437,16 @@ def test_a_client_past_its_deadline_is_lost_and_left_alone_until_it_answers(monk
     assert sorted(asked) == [100, 101, 102, 103]
 
 
+def test_a_reply_that_will_not_come_is_not_waited_for() -> None:
+    """Flower says so of a message that has expired, and of a reply whose parts were never sent."""
+    grid = Grid(4)
+    grid.odd[102] = only("train", error(3))
+    fed, run = federation(grid, config(TABLE), Conduct(deadline_s=4.0))
+    run.advance()
+    assert fed.ledger.lost_tasks == 1
+    assert fed.now < 4
+
+
 def test_sums_do_not_depend_on_who_is_first() -> None:
     states = []
     for late in (0, 1, 2, 3):
@@ -479,14 +498,20 @@ def test_a_server_that_was_killed_goes_on_and_its_tasks_are_lost() -> None:
     assert again.job == fed.job
 
 
-def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once() -> None:
-    table = {**TABLE, "algorithm": {"name": "afbo", "memory": "client"}}
+@pytest.mark.parametrize("algorithm", [{"name": "afbo", "memory": "client"}, {"name": "fedbioacc"}])
+def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once(algorithm: dict[str, Any]) -> None:
+    table = {**TABLE, "algorithm": algorithm}
     grid = Grid(4)
     seen: list[Any] = []
 
     def twice(message: Message, handle: Any) -> Message:
         first, second = decode(handle(message).content), handle(message)
-        seen.append((first["values"]["hx"]["x"], decode(second.content)["values"]["hx"]["x"]))
+        again = decode(second.content)
+        seen.extend(
+            (flatten(tree), flatten(again["values"][name]))
+            for name, tree in first["values"].items()
+            if isinstance(tree, Tree)
+        )
         return second  # type: ignore[no-any-return]
 
     grid.odd[101] = only("train", twice)
@@ -531,6 +556,8 @@ def test_parts_of_a_message_are_looked_for_often_on_both_sides(monkeypatch: Any)
 def test_what_only_a_simulation_can_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"environment\.delay is for simulations"):
         federation(Grid(4), config({**TABLE, "environment": {"delay": {"model": "constant"}}}))
+    with pytest.raises(ValueError, match="weights by samples need all 4 clients"):
+        federation(Grid(4), config({**TABLE, "weights": "samples"}), Conduct(start_clients=3))
 
 
 def test_clients_bring_their_own_data_and_a_server_needs_none() -> None:
