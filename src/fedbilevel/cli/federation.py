@@ -27,6 +27,7 @@ from fedbilevel.runs.config import Config
 from fedbilevel.runs.folder import METRICS, SUMMARY
 from fedbilevel.runs.record import check_folder, without_none
 
+PATIENCE_S = 90.0  # in which a SuperNode must stay up: the session of one that was killed lasts a minute
 STOP_S = 600.0  # that a server has to end the iteration it is in
 
 
@@ -189,7 +190,10 @@ def _settings(node: client.Node) -> dict[str, str]:
 
 
 def _supervise(command: list[str]) -> None:
-    """Flower's node ends when its SuperLink does, and is refused for a while after it was killed: start it again."""
+    """Flower's node ends when its SuperLink does, and is refused for a while after it was killed: start it again.
+
+    One that never stayed up is given up after a while.
+    """
     process: subprocess.Popen[bytes] | None = None
 
     def stop(*_: object) -> None:
@@ -201,12 +205,12 @@ def _supervise(command: list[str]) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    lasted = False
+    lasted, first = False, time.monotonic()
     while True:
         started = time.monotonic()
         process = subprocess.Popen(command, env=deployment.surroundings(), stdin=subprocess.DEVNULL)
         code = process.wait()
         lasted = lasted or time.monotonic() - started > 20
-        if not lasted:
-            raise DeploymentError(f"the SuperNode ended at once with code {code}")
+        if not lasted and time.monotonic() - first > PATIENCE_S:
+            raise DeploymentError(f"the SuperNode ends at once, with code {code}")
         time.sleep(warm.RETRY_S)
