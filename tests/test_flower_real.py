@@ -189,6 +189,7 @@ def test_flowers_simulation_engine_moves_as_ours(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is an option of its own: pip install 'fedbilevel[ray]'")
     (tmp_path / "e.toml").write_text(tomli_w.dumps(METHODS["simfbo"]))
     command = [sys.executable, "-m", "fedbilevel.cli", "run", str(tmp_path / "e.toml"), "--federation", "ray"]
+    command += ["--data-dir", str(tmp_path)]  # of which the nodes that Ray plays must be told
     subprocess.run([*command, "--out", str(tmp_path / "run"), "--quiet"], check=True, timeout=180)
     saved, run = checkpoint.load(tmp_path / "run/checkpoint/latest.safetensors"), simulated(config(METHODS["simfbo"]))
     for _ in run:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from flwr.app import Context
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel.cli.progress import Progress
@@ -157,10 +158,26 @@ def simulate(config: Config, folder: Path, resume: bool, data_dir: Path | None) 
 
         clients = len(config.load_task(data_dir).clients)
         one_core: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-        run_simulation(app, client.app, clients, backend_config=one_core)
+        name = config.table["task"]["name"]
+        own = {"data-dir": job["data-dir"] or None, "task": name if ":" in name else None}
+        played = _played({key: value for key, value in own.items() if value})
+        run_simulation(app, played, clients, backend_config=one_core)
     if failed:
         raise failed[0]
     return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
+
+
+def _played(settings: dict[str, str]) -> ClientApp:
+    """Our client for nodes that Flower's simulation makes up, which have no settings of their own."""
+
+    def told(message: Message, context: Context, answer: Callable[[Message, Context], Message]) -> Message:
+        context.node_config.update(settings)
+        return answer(message, context)
+
+    app = ClientApp(mods=[told])
+    for route, handler in ((app.query, client.hello), (app.train, client.task), (app.evaluate, client.evaluate)):
+        route()(handler)
+    return app
 
 
 def join(
