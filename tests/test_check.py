@@ -12,6 +12,7 @@ import fedbilevel as fb
 from fedbilevel.advice import ADVISED
 from fedbilevel.diagnosis import diagnose
 from fedbilevel.federation import SimulatedFederation
+from fedbilevel.oracle import Oracle
 from fedbilevel.rng import normal, root
 from fedbilevel.tasks.quadratic import quadratic
 from tests.tool import QUADRATIC, call, is_refusal, write
@@ -305,10 +306,10 @@ def test_kinks_and_single_precision_raise_no_alarm():
     assert report.measured.mu == pytest.approx(1e-3, rel=0.01)  # the ridge: cross-entropy is flat along shifts
     assert 1e-3 < report.settings()["lr_x"] < 1
     assert "biased: methods that average them solve another problem" in str(report)
-    whole, bias = task.problem.lower, "backbone.1.bias"  # 16 of 1,040 numbers
+    oracle, bias = Oracle(task.problem), "backbone.1.bias"  # 16 of 1,040 numbers
     broken = fb.Problem(
-        task.problem.upper,
-        lambda x, y, batch, rng: whole({**x, bias: x[bias].detach()}, y, batch, rng),
+        lambda x, y, batch: oracle.upper(x, y, fb.Batch(val=batch)),
+        lambda x, y, batch: oracle.lower(fb.Tree({**x, bias: x[bias].detach()}), y, fb.Batch(train=batch)),
         *task.problem.start,
     )
     (warning,) = fb.check(broken, task.clients).warnings

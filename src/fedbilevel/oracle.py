@@ -89,7 +89,7 @@ class Oracle:
         """
         sides = [leaves(data) for data in (batch.train, batch.val)]
         forms = [[(name, t.shape[1:], t.dtype) for name, t in side] for side in sides]
-        pays = nbytes(sides) <= nbytes(x)
+        pays = bool(batch.train) and nbytes(sides) <= nbytes(x)
         if not pays or not self.problem.embeds_samples or isinstance(batch, Features) or forms[0] != forms[1]:
             return batch
         assert self.problem.embed

@@ -96,6 +96,7 @@ class Part(NamedTuple):
 
 
 Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
+Known = dict[Hashable, tuple[pytree.TreeSpec, str, Took]]
 
 
 class Clients:
@@ -121,6 +122,7 @@ class Clients:
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
         self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
         self.names: dict[Hashable, str] = {}
+        self.parts: dict[Hashable, tuple[str, str]] = {}  # the names of a part of a task: of a stack's, of a client's
         self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
         self.held: dict[int, ClientData] = {}  # what the clients hold that are at work
         self.on_gpu = device != "cpu"
@@ -275,7 +277,8 @@ class Clients:
         for length, count in Counter(lengths).items():
             end = start + count
             values = pytree.tree_map(lambda t, rows=slice(start, end): t[rows], replies)
-            yield Part(work[start:end], values, spent[length].then(embedding))
+            took = spent[length]._replace(peak_bytes=spent[length].peak_bytes + nbytes(features) // len(work))
+            yield Part(work[start:end], values, took.then(embedding))
             start = end
 
     def _pool(
@@ -354,20 +357,21 @@ class Clients:
         sent = given["own"], given["memory"], given["steps"]
         letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(given["shared"]) if isinstance(leaf, Tensor)]
         spent = [self._took(exchange, "start", lambda _, *args: start(*args), letter, *sent)]
-        carry = lift(start)(*sent)
+        carry, form = pytree.tree_flatten(lift(start)(*sent))  # flat, because it comes through every step
+        known: Known = {}
         done = []
         for k in range(lengths[0]):
-            if not self.on_gpu and (still := sum(length > k for length in lengths)) < len(pytree.tree_leaves(carry)[0]):
-                done.append(pytree.tree_map(lambda t, still=still: t[still:], carry))
-                carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
-            batch = batches.at(k, len(pytree.tree_leaves(carry)[0]))
+            if not self.on_gpu and (still := sum(length > k for length in lengths)) < len(carry[0]):
+                done.append(([t[still:] for t in carry], form))
+                carry = [t[:still] for t in carry]
+            batch = batches.at(k, len(carry[0]))
             if given["features"]:
                 batch = Features(*batch) if role.draws == 1 else tuple(Features(*part) for part in batch)
-            stepped, more = self._step(exchange, "step" if k else "first", carry, batch, lift)
+            stepped, form, more = self._step(exchange, "step" if k else "first", carry, form, batch, lift, known)
             carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
             spent.append(spent[-1].then(more)._replace(samples=batches.samples))
-        carries = [carry, *reversed(done)]
-        last = self._took(exchange, "finish", role.finish, carry)
+        carries = [pytree.tree_unflatten(*final) for final in [(carry, form), *reversed(done)]]
+        last = self._took(exchange, "finish", role.finish, carries[0])
         replies = [lift(role.finish)(final) for final in carries]
         whole = pytree.tree_map(lambda *parts: torch.cat(parts), *replies) if done else replies[0]
         return whole, [took.then(last) for took in spent]
@@ -379,10 +383,11 @@ class Clients:
         return self.names[key]
 
     def _took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
-        return self._use(exchange, place, fn, *pytree.tree_flatten(args))[1]
+        values, form = pytree.tree_flatten(args)
+        return self._use(exchange, place, lambda *values: fn(*pytree.tree_unflatten(values, form)), values, form)[1]
 
     def _use(
-        self, exchange: Exchange, place: str, fn: Callable[..., Any], values: list[Tensor], form: pytree.TreeSpec
+        self, exchange: Exchange, place: str, fn: Callable[..., Any], values: list[Tensor], form: Hashable
     ) -> tuple[str, Took]:
         """The name of a part of a task, by its shapes, and what it takes of one client.
 
@@ -390,41 +395,62 @@ class Clients:
         would, and a trace leaves out what is computed for nothing.
         """
         key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
-        name = self._name(key)
-        kind = self._name((*key[:3], tuple((value.shape[1:], value.dtype) for value in values)))
+        if key not in self.parts:
+            one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
+            self.parts[key] = self._name(key), self._name(one)
+        name, kind = self.parts[key]
         if kind not in self.measured:
             alone = [value[:1] for value in values]
             with Meter() as meter:
-                single(fn)(*pytree.tree_unflatten(alone, form))
+                single(fn)(*alone)
             self.measured[kind] = (meter.flops, nbytes(alone) + meter.peak_bytes)
         flops, peak_bytes = self.measured[kind]
         return name, Took(flops=flops, peak_bytes=peak_bytes)
 
-    def _step(self, exchange: Exchange, place: str, carry: Any, batch: Any, lift: Lift) -> tuple[Any, Took]:
-        """One step of a stack, and what each client spent on it.
+    def _step(
+        self,
+        exchange: Exchange,
+        place: str,
+        carry: list[Tensor],
+        form: pytree.TreeSpec,
+        batch: Any,
+        lift: Lift,
+        known: Known,
+    ) -> tuple[list[Tensor], pytree.TreeSpec, Took]:
+        """One step of a stack, and what each client spent on it. `known`: steps of this task, by what is quick to tell.
 
         Once it has been used often the step is traced, and replayed from then on. How often is in the checkpoint: a
         resumed run makes the same choice, and so the same bits, as one that was never stopped.
         """
-        values, form = pytree.tree_flatten((carry, batch))
-        oracle, step = Oracle(self.problem), getattr(exchange.role, place)
+        drawn, drawn_form = pytree.tree_flatten(batch)
+        values, oracle, step = [*carry, *drawn], Oracle(self.problem), getattr(exchange.role, place)
         after = form
+
+        def one(*values: Tensor) -> Any:
+            c, b = values[: len(carry)], values[len(carry) :]
+            return step(pytree.tree_unflatten(c, form), oracle, pytree.tree_unflatten(b, drawn_form))
 
         def flat(*values: Tensor) -> list[Tensor]:
             nonlocal after
             oracle.gradients = 0  # a trace may take two passes
-            stepped = lift(lambda c, b: step(c, oracle, b))(*pytree.tree_unflatten(values, form))
-            leaves, after = pytree.tree_flatten(stepped)
+            leaves, after = pytree.tree_flatten(lift(one)(*values))
             return leaves
 
-        name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
+        def plainly() -> tuple[list[Tensor], pytree.TreeSpec, Took]:
+            stepped = flat(*values)
+            return stepped, form if after == form else after, took._replace(gradients=oracle.gradients)
+
+        key = (place, id(form), tuple((value.shape, value.stride()) for value in values))
+        if key not in known:  # with its form, so that no other gets that id
+            known[key] = form, *self._use(exchange, place, one, values, (form, drawn_form))
+        _, name, took = known[key]
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
         large = not self.on_gpu and took.flops * len(values[0]) > TRACE_BELOW
         if self.mode == "loop" or moving or large or (self.on_gpu and not self.graphs.recording):
-            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
+            return plainly()
         self.uses[name] = self.uses.get(name, 0) + 1
         if self.uses[name] <= TRACE_FROM and not self.on_gpu:
-            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
+            return plainly()
         if name not in self.traces:
             try:
                 traced = (compiled if self.compile else trace)(flat, values)
@@ -433,9 +459,9 @@ class Clients:
                 log.info("phase %r is not traced: %s", exchange.phase, _first_line(error))
                 self.traces[name] = None
         if (found := self.traces[name]) is None:
-            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
+            return plainly()
         run, after, gradients = found
-        return pytree.tree_unflatten(run(*values), after), took._replace(gradients=gradients)
+        return list(run(*values)), after, took._replace(gradients=gradients)
 
 
 def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
