@@ -51,6 +51,7 @@ def test_figures_of_a_quadratic(weights, heterogeneity):
     x = torch.zeros(5, dtype=torch.float64)
     y = task.y_star({"x": x}, weights)["y"]
     z = torch.linalg.solve(A, y - e)
+    assert (m.y_way, m.sizes) == (pytest.approx(float(y.norm())), (5, len(y)))
     assert m.z_norm == pytest.approx(float(z.norm()))
     h = task.gradient({"x": x}, weights)["x"]
     assert m.hypergradient_norm == pytest.approx(float(h.norm()))
@@ -343,7 +344,7 @@ def fall(task, method, rounds, environment=None):
     ("condition", "name", "rounds"),
     [
         *((condition, "simfbo", 49) for condition in (2.0, 20.0, 200.0)),
-        *((200.0, name, 49) for name in ("shrofbo", "asfbo", "la-asfbo", "fedbio")),
+        *((200.0, name, 49) for name in ("shrofbo", "asfbo", "la-asfbo", "unifbo", "fedbio")),
         (2.0, "fednest", 400),
     ],
 )
