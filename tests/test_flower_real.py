@@ -278,9 +278,10 @@ def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
 
 def test_a_killed_server_is_started_again_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     table = QUADRATIC | {"algorithm": {"name": "simfbo"}, "rounds": 6, "every": 1, "checkpoint_every": 1}
+    table |= {"task": QUADRATIC["task"] | {"clients": 2}}
     (tmp_path / "e.toml").write_text(tomli_w.dumps(table))
     port = free_port()
-    nodes = [misbehaving(f"127.0.0.1:{port}", j, "none") for j in range(4)]
+    nodes = [misbehaving(f"127.0.0.1:{port}", j, "none") for j in range(2)]
     metrics, folder = tmp_path / "run/metrics.jsonl", tmp_path / "run"
     server = serving(folder, tmp_path / "e.toml", port)
     try:
