@@ -12,7 +12,7 @@ from fedbilevel.environment import Environment
 
 ALIKE = 0.01  # relative difference up to which clients count as alike
 DRIFT = 1e-3  # of the hypergradient at the start, that local steps may cost
-ADVISED = ("simfbo", "shrofbo", "asfbo", "la-asfbo", "fedbio", "fednest", "aggitd", "fedmbo")
+ADVISED = ("simfbo", "shrofbo", "asfbo", "la-asfbo", "unifbo", "fedbio", "fednest", "aggitd", "fedmbo")
 
 
 class Measures(NamedTuple):
@@ -24,7 +24,9 @@ class Measures(NamedTuple):
     lower_spread: float  # how far apart the clients' grad_y g_i are at the start, 0 to 1
     ridge: float
     left: float  # of ||grad_y G||, where the rest was measured
+    y_way: float  # from the start's y to there
     z_norm: float
+    sizes: tuple[int, int]  # how many numbers x and y hold
     hypergradient_norm: float
     curvature: float  # the largest of Phi, or of d_x with y and z held
     lag: float  # the largest of u -> 2 <dy, dz>: y* moves by dy and z* by dz when x moves by u
@@ -122,6 +124,8 @@ class Report:
         1 / L, and x by   min(1 / (2 curvature), T / (L lag)):   x must not outrun y and z, which follow it.
         """
         name = checks.one_of("name", name or self.recommended, ADVISED)
+        if name == "unifbo":
+            return _rounded(self._whitened())
         return _rounded(self._double_loop(name) if name in ("fednest", "aggitd", "fedmbo") else self._single_loop(name))
 
     def _steps(self) -> tuple[float, float, float]:
@@ -144,11 +148,24 @@ class Report:
         if name == "fedbio":
             settings = {f"lr_{v}": step for v, step in server.items()}
         else:
-            settings |= {f"server_lr_{v}": step for v, step in server.items()}
-            settings |= {"damping": m.missing_ridge} if m.missing_ridge else {}
+            settings |= {f"server_lr_{v}": step for v, step in server.items()} | self._damping
         if name in ("asfbo", "la-asfbo"):
             settings |= {f"server_lr_{v}_bounds": (step / 10, step) for v, step in server.items()}
         return {**settings, "radius": 10 * m.z_norm or 1.0}
+
+    def _whitened(self) -> dict[str, Any]:
+        """Steps that adapt to the size of the directions are as long as the way to go, in root mean square.
+
+        To y* and z* it is known; that of x is what a gradient step would go.
+        """
+        m, (_, calm, close) = self._measures, self._steps()
+        ways = {"x": m.hypergradient_norm * min(calm, close), "y": m.y_way, "z": m.z_norm}
+        lr = {f"lr_{v}": (way or 1.0) / math.sqrt(m.sizes[v != "x"]) for v, way in ways.items()}
+        return {**lr, **self._damping, "radius": 10 * m.z_norm or 1.0}
+
+    @property
+    def _damping(self) -> dict[str, float]:
+        return {"damping": ridge} if (ridge := self._measures.missing_ridge) else {}
 
     def _double_loop(self, name: str) -> dict[str, Any]:
         """As many lower rounds as make the lag harmless, and a Neumann sum of kappa ln(10^4) terms, within the budget.

@@ -48,6 +48,14 @@ def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
     return module.forward
 
 
+def compiled(fn: Flat, args: Sequence[Tensor]) -> Flat:
+    """The same through PyTorch's compiler, which takes seconds to minutes and fuses what is not a matrix product."""
+    import torch._inductor  # takes a second
+
+    run: Flat = torch._inductor.compile(_make(functionalize(fn, remove="mutations"), args), list(args))
+    return run
+
+
 def _make(fn: Flat, args: Sequence[Tensor]) -> fx.GraphModule:
     module = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
     module.graph.eliminate_dead_code()

@@ -123,6 +123,19 @@ def adaptive(storm: bool) -> Centralised:
     return run
 
 
+def unifbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """On vectors: AdaGrad-Norm with momentum, its length that of the vector of ones; full batches are alike."""
+    point = [torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])]
+    moments, sums, w = [torch.zeros_like(v) for v in point], [0.0, 0.0, 0.0], h["momentum_weight"]
+    for _ in range(iterations):
+        for j, d in enumerate(directions(m, *point)):
+            moments[j] = (1 - w) * moments[j] + w * d
+            sums[j] += float(d @ d)
+            point[j] = point[j] - h[f"lr_{'xyz'[j]}"] * (len(d) / sums[j] / (1 + 1e-6)) ** 0.5 * moments[j]
+        point[2] = ball(point[2], h["radius"])
+    return point[0], point[1]
+
+
 def one_round(evaluations: Callable[[int], int]) -> Cost:
     """x, y and z down, their three directions up, once; a fused evaluation counts 3."""
 
@@ -539,6 +552,12 @@ CASES = {
     "shrofbo": Case(_SINGLE_LOOP, simfbo, one_round(lambda tau: tau)),
     "asfbo": Case(_ADAPTIVE, adaptive(storm=False), one_round(lambda tau: tau)),
     "la-asfbo": Case(_ADAPTIVE, adaptive(storm=True), one_round(lambda tau: 2 * tau - 1)),
+    "unifbo": Case(
+        {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5, "momentum_weight": 0.6, "damping": 0.0, "radius": 100.0},
+        unifbo,
+        one_round(lambda tau: tau),
+        rounds=200,
+    ),
     "afbo": Case(_SINGLE_LOOP, afbo, one_round(lambda tau: tau)),
     "afl": Case(
         {"lr_x": 0.1, "lr_y": 0.5, "server_lr_x": 0.1, "server_lr_y": 0.5, "neumann_lr": 1.0, "neumann_steps": 5},

@@ -53,6 +53,7 @@ from fedbilevel.algorithms.oap import OAP, OAPStructured  # noqa: E402
 from fedbilevel.algorithms.protonet import ProtoNet  # noqa: E402
 from fedbilevel.algorithms.rabo import RABO, RAFBO  # noqa: E402
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO  # noqa: E402
+from fedbilevel.algorithms.unifbo import UniFBO  # noqa: E402
 
 __all__ = [
     "ADBO",
@@ -87,6 +88,7 @@ __all__ = [
     "ShroFBO",
     "SimFBO",
     "State",
+    "UniFBO",
     "get",
     "names",
     "register",

@@ -232,7 +232,7 @@ def join(
         str | None, typer.Option(help="module:function(partition) -> ClientData; else the task deals its own data.")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="The module:function that the experiment may name as its task.")
+        str | None, typer.Option(help="The only task, as module:function, that the experiment may name.")
     ] = None,
     warm: Annotated[bool, typer.Option("--warm", help="One process that stays up, for tasks under seconds.")] = False,
     ca: Annotated[Path | None, typer.Option(help="The authority of the server's certificate.")] = None,

@@ -286,7 +286,8 @@ def wrong(
     for name, kind in declared.items():
         model = torch.zeros(()) if kind == "scalar" else getattr(problem, kind)
         shapes = _shapes(model) if submodel is None or isinstance(model, Tensor) else submodel.shapes(model)
-        if _shapes(values[name]) != {key: (*stack, *shape) for key, shape in shapes.items()}:
+        alike = isinstance(values[name], Tensor) == isinstance(model, Tensor)
+        if not alike or _shapes(values[name]) != {key: (*stack, *shape) for key, shape in shapes.items()}:
             return f"replied with {name!r} of another shape than {kind!r}, which it declares"
     return None
 

@@ -17,7 +17,7 @@ from fedbilevel.federation import ranks
 from fedbilevel.federation.base import ClientError, log, wrong
 from fedbilevel.federation.batches import Batches, Extent, Take, extents, shape
 from fedbilevel.federation.features import Tables, embedded, look_up
-from fedbilevel.federation.graphs import Graphs, kinds
+from fedbilevel.federation.graphs import Graphs, Program, kinds
 from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
 from fedbilevel.federation.pool import Apart, Pool, Pools, together
@@ -25,7 +25,7 @@ from fedbilevel.oracle import Features, Oracle
 from fedbilevel.phase import Epochs, Message, Phase
 from fedbilevel.problem import ClientData, Data, Problem, leaves, like
 from fedbilevel.submodels import Submodel
-from fedbilevel.trace import Flat, trace
+from fedbilevel.trace import Flat, compiled, trace
 from fedbilevel.tree import nbytes
 
 if TYPE_CHECKING:
@@ -113,9 +113,10 @@ class Clients:
         device: str,
         mode: str,
         memory: int,
+        compile_: bool = False,
     ) -> None:
         self.problem, self.data, self.algorithm, self.environment = problem, data, algorithm, environment
-        self.device, self.mode, self.memory = device, mode, memory
+        self.device, self.mode, self.memory, self.compile = device, mode, memory, compile_
         self.memories = Memories(device, memory)  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
@@ -256,7 +257,6 @@ class Clients:
             "keys": torch.tensor([w.key for w in work]).to(self.device),
             "extents": held,
             "starts": {side: starts for side, (_, starts) in pools.items()},
-            "pools": {side: [t.data_ptr() for t in pool.tensors] for side, (pool, _) in pools.items()},
             "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
             "features": features,
         }
@@ -272,8 +272,7 @@ class Clients:
 
             return self._program(exchange, lift, given, take)
 
-        run = self.graphs.run if self._often(exchange, inputs) else lambda _, program, given: program(given)
-        replies, spent = run(exchange.phase, program, inputs)
+        replies, spent = self._recorded(exchange, program, inputs) if self.on_gpu else program(inputs)
         start = 0
         for length, count in Counter(lengths).items():
             end = start + count
@@ -293,14 +292,17 @@ class Clients:
             return self.pools.bring(side, numbers, data)
         return None
 
-    def _often(self, exchange: Exchange, inputs: Any) -> bool:
-        """Whether a task is used often enough to be recorded. It is counted in the checkpoint, as in `_step`."""
-        if not self.on_gpu or exchange.settings is not self.algorithm:  # a schedule's numbers would be frozen
-            return False
-        leaves, form = pytree.tree_flatten({**inputs, "pools": {}})
+    def _recorded(self, exchange: Exchange, program: Program, inputs: Any) -> Any:
+        """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as in `_step`."""
+        if exchange.settings is not self.algorithm:  # a schedule's numbers would be frozen
+            return program(inputs)
+        leaves, form = pytree.tree_flatten(inputs)
         name = self._name((exchange.phase, "task", form, kinds(leaves)))
         self.uses[name] = self.uses.get(name, 0) + 1
-        return self.uses[name] > RECORD_FROM
+        if self.uses[name] <= RECORD_FROM:
+            return program(inputs)
+        where = tuple(tensor.data_ptr() for pool in self.pools.pools.values() for tensor in pool.tensors)
+        return self.graphs.run(name, where, program, leaves, form)
 
     def _embeds(self, exchange: Exchange) -> bool:
         """Whether every sample is embedded once beforehand: where x stays and every sample is looked at."""
@@ -451,13 +453,14 @@ class Clients:
             return plainly()
         if name not in self.traces:
             try:
-                self.traces[name] = (trace(flat, values), after, oracle.gradients)
+                traced = (compiled if self.compile else trace)(flat, values)
+                self.traces[name] = (traced, after, oracle.gradients)
             except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
                 log.info("phase %r is not traced: %s", exchange.phase, _first_line(error))
                 self.traces[name] = None
-        if (traced := self.traces[name]) is None:
+        if (found := self.traces[name]) is None:
             return plainly()
-        run, after, gradients = traced
+        run, after, gradients = found
         return list(run(*values)), after, took._replace(gradients=gradients)
 
 

@@ -38,9 +38,9 @@ class Graphs:
         self.recordings: dict[Hashable, Recording | None] = {}
         self.recording = False
 
-    def run(self, name: str, program: Program, inputs: Any) -> tuple[Any, Any]:
-        leaves, form = pytree.tree_flatten(inputs)
-        key = (name, form, kinds(leaves))
+    def run(self, name: str, where: Hashable, program: Program, leaves: list[Any], form: pytree.TreeSpec) -> Any:
+        """name: of the program and the forms of its inputs. where: addresses that it reads beside them."""
+        key = (name, where)
         if key not in self.recordings:
             if len(self.recordings) >= MOST:
                 del self.recordings[next(iter(self.recordings))]
@@ -48,12 +48,12 @@ class Graphs:
             try:
                 self.recordings[key] = _record(program, leaves, form)
             except RuntimeError as error:
-                log.info("%s is not recorded: %s", name, str(error).strip().split("\n")[0])
+                log.info("a task is not recorded: %s", str(error).strip().split("\n")[0])
                 self.recordings[key] = None
             finally:
                 self.recording = False
         if (recording := self.recordings[key]) is None:
-            return program(inputs)
+            return program(pytree.tree_unflatten(leaves, form))
         torch._foreach_copy_(recording.inputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         recording.graph.replay()
         return pytree.tree_unflatten([t.clone() for t in recording.outputs], recording.form), recording.rest

@@ -74,6 +74,7 @@ class SimulatedFederation(Runtime):
         mode: Literal["stack", "loop"] = "stack",
         memory: int | None = None,
         precision: Literal["fp32", "bf16"] = "fp32",
+        compile: bool = False,
     ) -> None:
         super().__init__(problem, len(clients), algorithm, environment, seed, device)
         self.clients = clients
@@ -83,7 +84,7 @@ class SimulatedFederation(Runtime):
         on_client(0, "before round 1", lambda: problem.check(clients[0], device, episode))
         room = devices.stack_bytes(device) if memory is None else memory
         coarse = problem.rounded(precision)
-        self.engine = Clients(coarse, clients, algorithm, self.environment, device, self.mode, room)
+        self.engine = Clients(coarse, clients, algorithm, self.environment, device, self.mode, room, compile)
         self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
         self.pending: dict[int, Assignment] = {}  # those of them that are yet to be evaluated
         self.ready: dict[int, Ready] = {}  # what the others have computed

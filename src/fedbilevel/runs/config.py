@@ -87,6 +87,7 @@ class Runtime(Strict):
     mode: Literal["stack", "loop"] = "stack"
     memory: Annotated[int, Field(ge=1)] | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
 
 

@@ -38,6 +38,7 @@ def simulation(config: Config, task: Task) -> SimulatedFederation:
         mode=experiment.runtime.mode,
         memory=config.table["runtime"]["memory"],
         precision=experiment.runtime.precision,
+        compile=experiment.runtime.compile,
     )
 
 

@@ -1,0 +1,124 @@
+"""UniFBO: one loop, few rounds. A method of our own, made of what the others share; docs/unifbo.md has its ablation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbilevel.algorithms import register
+from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.simfbo import DescendMean, Local
+from fedbilevel.federation.base import Federation
+from fedbilevel.oracle import Directions, Oracle
+from fedbilevel.problem import Problem
+from fedbilevel.schedules import Step
+from fedbilevel.tree import Tree, norm, project, zeros_like
+
+FLOOR = 1e-6  # of the mean eigenvalue, added to all: what is far below it is rounding
+TINY = torch.finfo(torch.float64).tiny  # where all directions were 0 the step is 0
+
+
+class State(NamedTuple):
+    """x, y, z, the momenta m of their directions, and the sums s of the directions' squares."""
+
+    x: Tree
+    y: Tree
+    z: Tree
+    m: tuple[Tree, ...]
+    s: tuple[Tree, ...]
+
+
+class Look(DescendMean):
+    """d on tau_i batches at the point that was sent; replies with the means h_i."""
+
+    settings: UniFBO  # type: ignore[assignment]
+
+    def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
+        d = self.directions(c, oracle, batch)
+        return c._replace(q=Directions(c.q.x + d.x, c.q.y + d.y, c.q.z + d.z))
+
+
+@register("unifbo")
+@dataclass(frozen=True, kw_only=True)
+class UniFBO(Algorithm):
+    """UniFBO: SimFBO's loop, ShroFBO's means, ASFBO's momentum, and server steps that are whitened.
+
+    Client i in C sends h_i, the mean over tau_i batches (its local steps) of SimFBO's directions at x, y, z,
+
+        d_y = grad_y g_i,   d_z = d2yy g_i z - grad_y f_i,   d_x = grad_x f_i - d2xy g_i z.
+
+    Server, with h = sum_C p~_i h_i and w = `momentum_weight`, for every tensor of x, y and z, as a matrix with no more
+    rows than columns (a vector is one row):
+
+        m <- (1 - w) m + w h,   S <- S + h h^T,   var <- var - lr_var sqrt(columns) S^-1/2 m,   z <- P_r(z).
+
+    S^-1/2 lets all directions of a tensor move alike, where a step size for each coordinate (Adam) follows the few that
+    dominate: that is what saves rounds. For a vector it is AdaGrad-Norm, which ASFBO's text names. The first step moves
+    the entries of a tensor by w lr_var in root mean square, whatever the scale of the losses, and steps shorten as the
+    squares add up: no server step has to fit a curvature.
+
+    Clients do not move: they would drift apart, and with these server steps moving gains nothing where they differ. So
+    h is unbiased, whatever the tau_i, and the solution is the fixed point. Where x is projected all of x has one step
+    size, sqrt(numel / trace S), because the projection of any other step can leave the solution. The server decomposes
+    one matrix a tensor and round, of the size of its smaller side. `damping` and `radius` are those of `SimFBO`.
+    """
+
+    independent_batches: ClassVar[bool] = False
+    phases: ClassVar = {"look": Look}
+
+    lr_x: Step = 0.02
+    lr_y: Step = 0.02
+    lr_z: Step = 0.02
+    momentum_weight: float = 0.5
+    radius: float = 1000.0
+    damping: float = 0.0
+
+    def init(self, problem: Problem) -> State:
+        x, y = problem.start
+        m = zeros_like(x), zeros_like(y), zeros_like(y)
+        return State(x, y, zeros_like(y), m, tuple(zero.map(square) for zero in m))
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        r, w = fed.ask("look", fed.sample(), x=s.x, y=s.y, z=s.z), self.momentum_weight
+        h = r.mean("hx"), r.mean("hy"), r.mean("hz")
+        mx, my, mz = m = tuple((1 - w) * old + w * new for old, new in zip(s.m, h, strict=True))
+        sx, sy, sz = S = tuple(old + new.map(square) for old, new in zip(s.s, h, strict=True))
+        dx = mx.map(whitened, sx) if fed.problem.project_x is None else scaled(mx, sx)
+        z = s.z - self.lr_z * mz.map(whitened, sz)
+        fed.record(projection_active=norm(z) > self.radius)
+        return State(
+            x=fed.problem.project(s.x - self.lr_x * dx),
+            y=s.y - self.lr_y * my.map(whitened, sy),
+            z=project(z, self.radius),
+            m=m,
+            s=S,
+        )
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor as a matrix with no more rows than columns."""
+    matrix = tensor.reshape(len(tensor) if tensor.ndim > 1 else 1, -1)
+    return matrix if len(matrix) <= matrix.shape[1] else matrix.T
+
+
+def square(h: Tensor) -> Tensor:
+    """h h^T; in float64, because roots are taken of sums of it."""
+    matrix = wide(h).double()
+    return matrix @ matrix.T
+
+
+def whitened(m: Tensor, s: Tensor) -> Tensor:
+    """sqrt(columns) S^-1/2 m, shaped like m."""
+    matrix, (values, basis) = wide(m).double(), torch.linalg.eigh(s)
+    roots = (values.clamp(min=0) + FLOOR * values.mean()).clamp(min=TINY).sqrt()
+    step: Tensor = ((basis * matrix.shape[1] ** 0.5 / roots) @ basis.T @ matrix).to(m)
+    return (step.T if m.ndim > 1 and len(step) < len(m) else step).reshape(m.shape)
+
+
+def scaled(m: Tree, s: Tree) -> Tree:
+    """The same with one number for a whole tree."""
+    total = torch.stack([matrix.trace() for matrix in s.values()]).sum()
+    return m * (m.numel**0.5 / total.clamp(min=TINY).sqrt())  # type: ignore[no-any-return]

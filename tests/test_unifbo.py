@@ -1,0 +1,99 @@
+"""UniFBO beyond the conformance suite: its steps, and where it ends, against closed forms."""
+
+import pytest
+import torch
+
+import fedbilevel as fb
+from fedbilevel.algorithms import UniFBO
+from fedbilevel.algorithms.unifbo import wide
+
+STEPS = {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5}
+
+
+def matrices(lower_scale=1.0, upper_scale=1.0, **options):
+    """min f = |x - t|^2_Q / 2 + <y, x> over a matrix x, with y* = x + c; x is 2 by 3, y 3 by 2."""
+    draw = torch.Generator().manual_seed(0)
+    t, c = torch.randn(2, 3, generator=draw, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+    half = torch.randn(6, 6, generator=draw, dtype=torch.float64)
+    Q = half @ half.T / 6 + 2 * torch.eye(6, dtype=torch.float64)
+
+    def upper(x, y, batch):
+        away = (x["x"] - t).reshape(-1)
+        return upper_scale * (away @ Q @ away / 2 + (y["y"].T * x["x"]).sum())
+
+    def lower(x, y, batch):
+        return lower_scale * ((y["y"] - x["x"].T - c) ** 2).sum() / 2
+
+    zeros = torch.zeros(2, 3, dtype=torch.float64)
+    problem = fb.Problem(upper, lower, x={"x": zeros}, y={"y": zeros.T.contiguous()}, **options)
+    clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))]
+    x = t.reshape(-1)
+    hessian, slope = Q + 2 * torch.eye(6, dtype=torch.float64), Q @ x - c.T.reshape(-1)  # of x -> f(x, y*(x))
+    return problem, clients, hessian, slope
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (4, 3), (4, 2, 3, 3), (20, 2, 3)], ids=str)
+def test_the_first_step_is_the_polar_factor_of_the_gradient(shape):
+    """U V^T of h = U s V^T, and every entry of it sqrt(columns) times as long; for a vector h / ||h||."""
+    target = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    problem = fb.Problem(
+        lambda x, y, batch: (x["x"] * target).sum() + 0 * y["y"].sum(),
+        lambda x, y, batch: (y["y"] ** 2).sum(),
+        x={"x": torch.zeros(shape, dtype=torch.float64)},
+        y={"y": torch.zeros(1, dtype=torch.float64)},
+    )
+    clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))]
+    moved = -fb.solve(problem, clients, UniFBO(lr_x=0.5, momentum_weight=0.4), rounds=1).x["x"]
+    U, _, Vh = torch.linalg.svd(wide(target), full_matrices=False)
+    expected = 0.4 * 0.5 * Vh.shape[1] ** 0.5 * (U @ Vh)
+    torch.testing.assert_close(wide(moved), expected, rtol=0, atol=1e-4)  # FLOOR
+    assert moved.square().mean().sqrt() == pytest.approx(0.4 * 0.5, rel=1e-4)
+
+
+def test_unequal_local_steps_on_unequal_clients_lead_to_the_true_solution():
+    task = fb.tasks.load("quadratic", clients=4, condition=3.0, seed=5)
+    steps = [1, 1, 1, 3]
+    assert (task.x_star()["x"] - task.x_star(weights=steps)["x"]).norm() > 0.1, "unequal steps would not show"
+    environment = fb.Environment(local_steps=steps)
+    found = fb.solve(task.problem, task.clients, UniFBO(**STEPS), rounds=48, environment=environment, every=48)
+    torch.testing.assert_close(found.x["x"], task.x_star()["x"], rtol=0, atol=1e-2)
+
+
+def test_matrices_go_to_the_solution():
+    problem, clients, hessian, slope = matrices()
+    found = fb.solve(problem, clients, UniFBO(**STEPS), rounds=80, every=80).x["x"]
+    torch.testing.assert_close(found.reshape(-1), torch.linalg.solve(hessian, slope), rtol=0, atol=1e-6)
+
+
+def test_projected_matrices_go_to_the_constrained_solution():
+    """The slope is 0 inside the bounds and points outwards on them: a whitened step would leave that point.
+
+    Slowly: on the bounds it does not vanish, so the squares add up for ever.
+    """
+    problem, clients, hessian, slope = matrices(project_x=lambda x: {"x": x["x"].clamp(-0.2, 0.2)})
+    x = fb.solve(problem, clients, UniFBO(**STEPS), rounds=60, every=60).x["x"].reshape(-1)
+    outwards, at_bound = slope - hessian @ x, x.abs() == 0.2
+    assert 0 < at_bound.sum() < 6
+    assert (outwards * x.sign())[at_bound].min() > 1e-3
+    assert outwards[~at_bound].abs().max() < 1e-2
+
+
+def test_the_scales_of_the_losses_do_not_matter():
+    """Only that of the upper to the lower one does, and to z alone."""
+    runs = [fb.solve(*matrices(scale, scale)[:2], UniFBO(), rounds=20, every=20) for scale in (1.0, 1e4)]
+    for level in ("x", "y"):
+        a, b = (getattr(run, level)[level] for run in runs)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_a_tensor_without_gradient_stays():
+    problem = fb.Problem(
+        lambda x, y, batch: (x["x"] * y["y"]).sum() + 0 * x["idle"].sum(),
+        lambda x, y, batch: ((y["y"] - 1) ** 2).sum(),
+        x={"x": torch.ones(2), "idle": torch.ones(2, 300)},
+        y={"y": torch.zeros(2)},
+    )
+    result = fb.solve(problem, [fb.ClientData((torch.zeros(1),), (torch.zeros(1),))], "unifbo", rounds=3)
+    assert result.status == "completed"
+    assert torch.equal(result.x["idle"], torch.ones(2, 300))
+    assert not torch.equal(result.x["x"], torch.ones(2))
