@@ -207,3 +207,42 @@ def test_a_step_that_cannot_be_traced_runs_as_it_is(monkeypatch: Any) -> None:
     assert set(refused.fed.engine.traces.values()) == {None}
     assert refused.fed.ledger.phases == eager.fed.ledger.phases
     assert all(torch.equal(refused.state.x[key], value) for key, value in eager.state.x.items())
+
+
+def test_large_convolutions_are_not_stacked_on_a_cpu(monkeypatch: Any) -> None:
+    """By a rule that a resumed run keeps, though its machine or its limits may have changed."""
+    _, x, y = fb.split_module(fb.nets.lenet(1, 28, 10).double(), lower="head.")
+    below, above = fb.nets.stem(fb.nets.lenet(1, 28, 10))
+
+    def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(above({**x, **y}, below(x, batch[0])), batch[1])
+
+    side = (draw(6, 1, 28, 28), torch.arange(6))
+    clients = [fb.ClientData(train=side, val=side)] * 3
+    problem, sizes, states = fb.Problem(upper=loss, lower=loss, x=x, y=y), [], []
+    run_stack = engine.Clients._run_stack
+
+    def noted(self: Any, work: Any, lift: Any) -> Any:
+        sizes.append(len(work))
+        return run_stack(self, work, lift)
+
+    monkeypatch.setattr(engine.Clients, "_run_stack", noted)
+    operations_of_one = 4 * 10 * 10 * 16 * (6 * 25) * 2  # batch, image, channels, and what each is a sum of
+    kept: Any = None
+    for below_this in (operations_of_one, operations_of_one - 1):
+        monkeypatch.setattr(engine, "STACK_BELOW", below_this)
+        sizes.clear()
+        environment = fb.Environment(batch_size=4)
+        fed = fb.SimulatedFederation(problem, clients, fb.algorithms.SimFBO(), environment)
+        here = Run(fed, {"rounds": 1})
+        here.advance()
+        states.append(here.state.x)
+        assert sizes[1:] == ([3] if below_this == operations_of_one else [1, 1, 1])  # the first is to measure
+        kept = kept or fed.snapshot()
+    resumed = fb.SimulatedFederation(problem, clients, fb.algorithms.SimFBO(), fb.Environment(batch_size=4))
+    resumed.restore(kept)
+    sizes.clear()
+    Run(resumed, {"rounds": 1}).advance()
+    assert sizes == [3]
+    for name, value in states[1].items():
+        torch.testing.assert_close(states[0][name], value, rtol=0, atol=1e-12)

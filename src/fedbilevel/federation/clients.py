@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MEASURES = ("footprints", "measured", "uses")
 RECORD_FROM = 2  # uses of a task
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
-STACK_BELOW = 2e7  # operations of a client's largest convolution
+STACK_BELOW = 1e7  # operations of a client's largest convolution
 TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
 
 
