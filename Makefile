@@ -37,4 +37,4 @@ bench: install
 	$(PYTHON) -m benchmarks
 
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis bench.json
+	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis bench*.json

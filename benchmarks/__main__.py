@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks import clock, flower, fused, scale, tool
+from benchmarks import clock, flower, fused, rounds, scale, tool
 from benchmarks.measure import show
 
 if __name__ == "__main__":
-    show([*fused.rows(), *scale.rows(), *clock.rows(), *tool.rows(), *flower.rows()], Path("bench.json"))
+    parts = (fused, rounds, scale, clock, tool, flower)
+    show([row for part in parts for row in part.rows()], Path("bench.json"))

@@ -2,7 +2,6 @@
 
 import logging  # noqa: I001  (fedbilevel before torch: it says how torch's threads wait)
 import signal
-from collections.abc import Iterator
 
 import fedbilevel  # noqa: F401
 import pytest
@@ -14,8 +13,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def log_level() -> Iterator[None]:
-    """Commands that are called in a test's process (`--quiet`) set the level for the process."""
-    level = (log := logging.getLogger("fedbilevel")).level
-    yield
-    log.setLevel(level)
+def _log_level() -> None:
+    """Commands that were called in this process (`--quiet`) have set the level for the process."""
+    logging.getLogger("fedbilevel").setLevel(logging.NOTSET)

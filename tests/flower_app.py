@@ -1,12 +1,15 @@
 """A server that runs several experiments over the nodes of one run, and writes down where each ended."""
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
-from flwr.app import Context
+from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel.federation.flower import warm
+from fedbilevel.federation.flower.wire import encode
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.record import replace
 from tests.flower import config, federation
@@ -26,6 +29,15 @@ def main(grid: Grid, context: Context) -> None:
     replace(report, json.dumps({"status": "completed"}))
 
 
+def _answer(grid: Grid, **values: Any) -> str:
+    """What a node says to a message that the server should not have sent."""
+    node = min(info.node_id for info in grid.get_nodes())
+    (sent,) = grid.push_messages([Message(encode(**values), node, "train", ttl=30)])
+    while not (found := list(grid.pull_messages([sent]))):
+        time.sleep(0.05)
+    return str(found[0].error.reason) if found[0].has_error() else "done"
+
+
 def _run(grid: Grid, experiments: Path, out: Path) -> None:
     for name, table in json.loads(experiments.read_text()).items():
         fed, run = federation(grid, config(table))
@@ -33,3 +45,6 @@ def _run(grid: Grid, experiments: Path, out: Path) -> None:
             run.advance()
         trees = {key: value for key, value in run.state._asdict().items() if key in ("x", "y", "z")}
         checkpoint.save(out / f"{name}.safetensors", {"state": trees, "ledger": fed.snapshot()["ledger"]})
+    task = {"job": fed.job, "table": fed.table, "phase": "nonsense", "number": 1, "steps": 1}
+    told = [_answer(grid, **task), _answer(grid, **task | {"job": "../../etc"}), _answer(grid, job="")]
+    (out / "told.json").write_text(json.dumps(told))

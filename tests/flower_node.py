@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from fedbilevel.federation.flower import client, warm
 from fedbilevel.federation.flower.wire import decode, encode
@@ -27,12 +27,31 @@ def app(message: Message, context: Context) -> Message:
     if behaviour == "slow" and tasks == 5:
         time.sleep(6)
     reply = client.app(message, context)
-    if behaviour == "lies":
-        said: dict[str, Any] = decode(reply.content)
-        said["values"]["qx"] = Tree(x=torch.full_like(said["values"]["qx"]["x"], torch.nan))
-        return Message(encode(**said), reply_to=message)
-    return reply
+    if behaviour != "lies":
+        return reply
+    said: dict[str, Any] = decode(reply.content)
+    values = said["values"]
+    lies = [
+        {"values": {**values, "qx": values["qx"] * torch.nan}},
+        {"values": {**values, "qx": Tree(x=torch.zeros(1000, dtype=torch.float64))}},
+        {"values": {**values, "../../qx": values["qx"]}},
+        {"number": said["number"] + 1000},
+    ]
+    if tasks <= len(lies):
+        return Message(encode(**said | lies[tasks - 1]), reply_to=message)
+    return Message(RecordDict({"tensors": ArrayRecord()}), reply_to=message)
 
+
+def push(connection: Any, node: Any, run: int, reply: Message, seconds: float) -> None:
+    """The reply; before it, of one that lies, an answer to a message that never was (the SuperLink drops it)."""
+    if behaviour == "lies":
+        true, reply.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id, "f" * 64
+        honest(connection, node, run, reply, seconds)
+        reply.metadata.__dict__["_reply_to_message_id"] = true
+    honest(connection, node, run, reply, seconds)
+
+
+honest, warm._push = warm._push, push
 
 if __name__ == "__main__":
     while len(sys.argv) > 4 and not os.path.exists(sys.argv[4]):

@@ -149,7 +149,7 @@ def foreign(path: Path) -> None:
 
 
 def of_another_version(path: Path) -> None:
-    save_file({}, path, {"fedbilevel": "2", "plain": "{}", "digest": ""})
+    save_file({}, path, {"fedbilevel": "1", "plain": "{}", "digest": ""})
 
 
 def malicious(path: Path) -> None:

@@ -67,7 +67,7 @@ def test_defaults_are_filled_in(tmp_path: Path) -> None:
         "capacity": 1.0,
     }
     assert (table["rounds"], table["seed"], table["device"], table["checkpoint_every"]) == (100, 0, "cpu", 10)
-    assert table["runtime"] == {"mode": "stack", "memory": 2**31, "threads": 1}
+    assert table["runtime"] == {"mode": "stack", "memory": 2**31, "precision": "fp32", "compile": False, "threads": 1}
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ GOOD: dict[str, Any] = {
     "weights": "uniform",
     "device": "cpu",
     "checkpoint_every": 10,
-    "runtime": {"mode": "stack", "memory": 2**31, "threads": 1},
+    "runtime": {"mode": "stack", "memory": 2**31, "precision": "fp32", "compile": False, "threads": 1},
 }
 COSTLY = ("rounds", "clients", "samples", "dim_x", "dim_y", "local_steps", "threads")  # a large one may be meant
 

@@ -118,7 +118,7 @@ def test_accuracies_are_those_of_a_loop_over_episodes() -> None:
         accuracies = []
         for episode in range(4):
             key = fb.rng.fold_in(keys, episode)
-            images = characters[fb.rng.rows(fb.rng.fold_in(key, 0), [12], 5)]
+            images = characters[fb.rng.rows(fb.rng.fold_in(key, 0), 12, 5)]
             a, b = (tree.map(lambda t: t.clone().requires_grad_()) for tree in (x, y))
             data: Any = task.problem
             for _ in range(3):

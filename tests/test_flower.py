@@ -10,10 +10,10 @@ import pytest
 import torch
 from cryptography import x509
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.proto.message_pb2 import ObjectTree
 
 from fedbilevel import algorithms
-from fedbilevel.cli import main
-from fedbilevel.cli.federation import with_clients
+from fedbilevel.cli import _with_clients, main
 from fedbilevel.federation import QuorumError, SimulatedFederation
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.flower import client, keys, warm
@@ -204,6 +204,9 @@ def _values(**new: Any) -> Any:
         (_values(qx=Tree({"../../x": torch.zeros(3, dtype=torch.float64)})), "another shape"),
         (_values(qx=Tree(x=torch.full((3,), 1e9, dtype=torch.float64))), "norm_bound"),
         (_values(qx=3), "something else than tensors"),
+        (lambda said: {**said, "values": {torch.zeros(2): torch.zeros(2), torch.ones(2): torch.zeros(2)}}, "no text"),
+        (lambda said: {**said, "number": torch.zeros(40, 40)}, "number is"),
+        (lambda said: {**said, "took": torch.zeros(3)}, "ind"),
         (_values(extra=torch.zeros(())), "it declares"),
         (lambda said: {**said, "number": 10**6}, "was given"),
         (lambda said: {**said, "took": {**said["took"], "flops": -1}}, "flops is -1"),
@@ -223,6 +226,84 @@ def test_a_lie_is_refused_counted_and_named(change: Any, why: str, caplog: Any) 
     assert why in lines[0]
     assert "\n" not in lines[0]
     assert fed.ledger.lost_tasks == 0
+
+
+@pytest.mark.parametrize("base", [Tree({"": torch.tensor(-1.0, dtype=torch.float64)}), torch.tensor(True)])
+def test_what_is_no_scalar_is_refused(base: Any) -> None:
+    """A tree whose only name is empty has the shape of one."""
+    table = {**TABLE, "algorithm": {"name": "afbo", "memory": "client"}, "environment": {"participation": 3}}
+    grid = Grid(4)
+    grid.odd[102] = _with(_values(base=base))
+    fed, run = federation(grid, config(table))
+    for _ in range(5):
+        run.advance()
+    assert fed.aside == [2]
+    assert (fed.ledger.refused_replies, fed.ledger.lost_tasks) == (3, 0)  # what it is not sent is not lost
+    del grid.nodes[102]
+    again, _ = federation(grid, config(table))
+    again.restore(fed.snapshot())
+    assert (again.aside, again.refusals) == ([2], {2: 3})
+    again.begin()  # does not wait for it
+    assert again.members.samples[2] == 6
+    with pytest.raises(RuntimeError, match="two tasks in flight"):
+        again.post("work", [0, 0], each=[{"ack": -1}] * 2, x=run.state.x, y=run.state.y, z=run.state.z, number=9)
+
+
+def test_nobody_left_ends_a_run_without_barriers_too() -> None:
+    table = {**TABLE, "algorithm": {"name": "afbo"}, "rounds": 50}
+    grid = Grid(4)
+    for node in grid.nodes:
+        grid.odd[node] = only("train", error(2))
+    _, run = federation(grid, config(table))
+    for _ in run:
+        pass
+    assert (run.status, run.reason) == ("diverged", "clients [0, 1, 2, 3] were put aside; 1 are needed")
+
+
+LOSSES = [float("nan"), float("-inf"), 10**400, True, "1", torch.zeros(2)]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: repr(loss)[:8])
+def test_a_lie_about_losses_changes_nothing(loss: Any, caplog: Any) -> None:
+    grid, alone = Grid(2), config(TABLE, **{"task.clients": 2})
+
+    def lie(message: Message, handle: Any) -> Message:
+        said = {**decode(handle(message).content), "upper": loss}
+        return Message(encode(**said), reply_to=message)
+
+    fed, run = federation(grid, alone)
+    x, y = run.state[:2]
+    grid.odd[101] = only("evaluate", error(2))
+    expected = fed.losses(x, y)  # of the other client
+    grid.odd[101] = only("evaluate", lie)
+    assert fed.losses(x, y) == expected
+    assert "client 1 did not tell its losses: its upper loss is" in caplog.text
+
+
+def test_a_run_that_ends_for_want_of_clients_ends_at_once_and_is_measured(monkeypatch: Any) -> None:
+    later, grid = clock(monkeypatch), Grid(2)
+
+    def die(message: Message, handle: Any) -> None:
+        del grid.nodes[101]
+        later(20.0)
+
+    grid.odd[101] = only("train", die)
+    table = {**TABLE, "environment": {"min_replies": 2}}
+    fed, run = federation(grid, config(table, **{"task.clients": 2}), Conduct(deadline_s=10.0))
+    for _ in run:
+        pass
+    assert run.status == "diverged"
+    assert "1 of 2 replies were accepted" in run.reason
+    assert fed.now < 60
+
+
+def test_a_reply_that_flower_cannot_read_is_refused() -> None:
+    """Flower takes the first object that a node has sent for a message, whatever it is."""
+    grid = Grid(4)
+    grid.odd[102] = only("train", lambda message, handle: handle(message).content)
+    fed, run = federation(grid, config(TABLE))
+    run.advance()
+    assert fed.refusals == {2: 1}
 
 
 def test_a_client_whose_code_fails_is_refused_like_one_that_lies(caplog: Any) -> None:
@@ -255,6 +336,49 @@ def test_a_node_refuses_what_a_server_must_not_ask(change: dict[str, Any], why: 
         grid.push_messages([Message(encode(**message), 100, "train")])
     assert not grid.replies["0"].has_error()
     assert why in str(grid.replies["1"].error.reason)
+
+
+def test_a_section_of_the_experiment_cannot_name_another_task(tmp_path: Any) -> None:
+    grid, there = Grid(1), tmp_path / "there"
+    section = {"task": {"name": "os:system", "command": f"touch {there}"}}
+    table = {**config(TABLE).table, "algorithms": {"simfbo": section}}
+    grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
+    assert not there.exists()
+    grid.nodes[100]["task"] = "tests.flower:own_task"
+    grid.push_messages([Message(encode(job="ab", table=config(TABLE).table), 100, "query")])
+    assert "this node allows 'tests.flower:own_task'" in str(grid.replies["1"].error.reason)  # and no other
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"samples": [2**60, 1]}, {"samples": [0, 1]}, {"samples": [1]}, {"client": 9}, {"client": torch.zeros(40, 40)}],
+)
+def test_who_introduces_itself_wrongly_is_refused(said: dict[str, Any], caplog: Any) -> None:
+    grid = Grid(2)
+    hello = {"client": 1, "samples": [1, 1], **said}
+    grid.odd[101] = only(
+        "query", lambda message, handle: handle(message) and Message(encode(**hello), reply_to=message)
+    )
+    fed, _ = federation(grid, config(TABLE, **{"task.clients": 2}), Conduct(start_clients=1))
+    fed.begin()
+    fed._look()
+    assert fed.present == [0]
+    (line,) = [line.message for line in caplog.records if "node 101 refused" in line.message]
+    assert "\n" not in line
+
+
+def test_who_comes_back_before_it_was_missed_is_let_in_then() -> None:
+    grid = Grid(2)
+    fed, _ = federation(grid, config(TABLE, **{"task.clients": 2}))
+    fed.begin()
+    grid.nodes[201] = {"partition-id": 1}  # without a key of its own, a node that restarts is another one
+    for _ in range(3):
+        fed._look()
+    assert fed.members.node[1] == 101
+    del grid.nodes[101]
+    for _ in range(3):
+        fed._look()
+    assert fed.members.node[1] == 201
 
 
 def test_two_nodes_cannot_be_one_client_and_a_key_is_bound_to_its_client(caplog: Any) -> None:
@@ -310,6 +434,35 @@ def test_a_client_past_its_deadline_is_lost_and_left_alone_until_it_answers(monk
     assert sorted(asked) == [100, 101, 102, 103]
 
 
+def test_a_reply_that_will_not_come_is_not_waited_for() -> None:
+    """Flower says so of a message that has expired, and of a reply whose parts were never sent."""
+    grid = Grid(4)
+    grid.odd[102] = only("train", error(3))
+    fed, run = federation(grid, config(TABLE), Conduct(deadline_s=4.0))
+    run.advance()
+    assert fed.ledger.lost_tasks == 1
+    assert fed.now < 4
+
+
+def test_sums_do_not_depend_on_who_is_first() -> None:
+    states = []
+    for late in (0, 1, 2, 3):
+        grid = Grid(4)
+        pull, seen = grid.pull_messages, set[str]()
+
+        def slowly(names: Any, late: int = 100 + late, grid: Any = grid, pull: Any = pull, seen: Any = seen) -> Any:
+            early = {name for name in names if name in seen or grid.sent[int(name)].metadata.dst_node_id >= late}
+            seen |= set(names)
+            return pull(early)
+
+        grid.pull_messages = slowly  # type: ignore[method-assign]
+        _, run = federation(grid, config(TABLE))
+        for _ in range(3):
+            run.advance()
+        states.append(flatten(run.state.x))
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
 def test_too_few_replies_end_the_run() -> None:
     grid = Grid(2)
     for node in grid.nodes:
@@ -335,20 +488,27 @@ def test_a_server_that_was_killed_goes_on_and_its_tasks_are_lost() -> None:
     again.restore(snapshot)
     rest.state = state
     assert again.ledger.lost_tasks == len(snapshot["lost"])
+    assert again.now > snapshot["now"] > 0
     for _ in range(4):
         rest.advance()
     assert 3 in {client for client, _ in rest.state.latest[2].items()}  # the one that was lost works again
     assert again.job == fed.job
 
 
-def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once() -> None:
-    table = {**TABLE, "algorithm": {"name": "afbo", "memory": "client"}}
+@pytest.mark.parametrize("algorithm", [{"name": "afbo", "memory": "client"}, {"name": "fedbioacc"}])
+def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once(algorithm: dict[str, Any]) -> None:
+    table = {**TABLE, "algorithm": algorithm}
     grid = Grid(4)
     seen: list[Any] = []
 
     def twice(message: Message, handle: Any) -> Message:
         first, second = decode(handle(message).content), handle(message)
-        seen.append((first["values"]["hx"]["x"], decode(second.content)["values"]["hx"]["x"]))
+        again = decode(second.content)
+        seen.extend(
+            (flatten(tree), flatten(again["values"][name]))
+            for name, tree in first["values"].items()
+            if isinstance(tree, Tree)
+        )
         return second  # type: ignore[no-any-return]
 
     grid.odd[101] = only("train", twice)
@@ -362,9 +522,39 @@ def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once() -> No
     assert torch.allclose(flatten(run.state.x), flatten(calm.state.x), rtol=0, atol=1e-12)
 
 
+def test_no_message_outlives_its_deadline() -> None:
+    grid = Grid(4)
+    fed, run = federation(grid, config(TABLE), Conduct(deadline_s=10.0))
+    run.advance()
+    fed.losses(*run.state[:2])
+    assert {m.metadata.message_type for m in grid.sent} == {"query", "train", "evaluate"}
+    assert all(0 < m.metadata.ttl <= 10 for m in grid.sent)
+
+
+def test_parts_of_a_message_are_looked_for_often_on_both_sides(monkeypatch: Any) -> None:
+    looks: list[str] = []
+    sides = warm.inflatable_utils.pull_objects, warm.inflatable_utils.pull_and_inflate_object_from_tree
+    for pull in sides:
+        monkeypatch.setattr(pull, "__kwdefaults__", dict(pull.__kwdefaults__))
+    warm.quicken()
+
+    def never(part: str) -> bytes:
+        looks.append(part)
+        raise warm.inflatable_utils.ObjectUnavailableError(part)
+
+    for pull, parts in zip(sides, ((["a"], never), (ObjectTree(object_id="a"), never, looks.append)), strict=True):
+        pull.__kwdefaults__["max_time"] = 0.1  # of a minute
+        looks.clear()
+        with pytest.raises(warm.inflatable_utils.ObjectPullError):
+            pull(*parts)
+        assert len(looks) > 2
+
+
 def test_what_only_a_simulation_can_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"environment\.delay is for simulations"):
         federation(Grid(4), config({**TABLE, "environment": {"delay": {"model": "constant"}}}))
+    with pytest.raises(ValueError, match="weights by samples need all 4 clients"):
+        federation(Grid(4), config({**TABLE, "weights": "samples"}), Conduct(start_clients=3))
 
 
 def test_clients_bring_their_own_data_and_a_server_needs_none() -> None:
@@ -389,8 +579,10 @@ def test_keys_are_for_their_owner_and_are_not_made_twice(tmp_path: Any) -> None:
         assert (path.stat().st_mode & 0o077 == 0) == secret
     authority, server = (x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in (keys.CA, keys.SERVER))
     server.verify_directly_issued_by(authority)
+    assert authority.not_valid_after_utc > server.not_valid_after_utc  # there is a time to renew it in
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org"]
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]  # for the proxy beside it
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1", "127.0.0.1"]
     assert warm.load_key(tmp_path / "clients/client-1")[1].curve.name == "secp384r1"
     assert keys.make(tmp_path, 3, ["other"]) == [tmp_path / "clients/client-2", tmp_path / "clients/client-2.pub"]
     with pytest.raises(ValueError, match="is no private key"):
@@ -420,6 +612,6 @@ def test_what_cannot_start_says_so_in_one_line(command: str, why: str, capsys: A
 
 def test_fewer_clients_than_take_part_all_take_part() -> None:
     place, table = configs.read("digits")
-    found = with_clients(lambda changes: configs.resolve(place, table, overrides=changes), 4)
+    found = _with_clients(lambda changes: configs.resolve(place, table, overrides=changes), 4)
     assert found.environment.participation == 4
     assert len(found.load_task(None).clients) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -64,13 +65,28 @@ def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, _surroundings: None) -> Iterator[Deployment]:
-    """A SuperLink with TLS and node keys, and 4 warm nodes."""
+    """A SuperLink with TLS and node keys."""
     folder = tmp_path_factory.mktemp("keys")
     keys.make(folder, 4, ["127.0.0.1", "localhost"])
     with Deployment(keys=folder) as found:
         found.superlink()
-        for partition in range(4):
-            found.node(partition)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def outside(site: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The same as seen from outside, through nginx; Debian's package `nginx-light` is in the way of nothing."""
+    assert shutil.which("nginx"), "nginx is not installed (Debian: nginx-light)"
+    port, folder = free_port(), tmp_path_factory.mktemp("nginx")
+    text = (ROOT / "docs/nginx.conf").read_text()
+    for old, new in (("8443", str(port)), ("KEYS", str(site.keys)), ("127.0.0.1:8000", site.address)):
+        text = text.replace(old, new)
+    folders = " ".join(f"{kind}_temp_path {folder};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    (folder / "nginx.conf").write_text(
+        f"pid {folder}/pid; error_log stderr; daemon off; events {{}} http {{ access_log off; {folders}\n{text}}}"
+    )
+    with Deployment("127.0.0.1", port, site.keys) as found:
+        found.start("nginx", ["nginx", "-c", folder / "nginx.conf", "-p", folder])
         yield found
 
 
@@ -98,7 +114,12 @@ def test_what_we_use_of_flower_is_what_was_tested() -> None:
     assert importlib.metadata.version("flwr") == warm.FLWR_VERSION
 
 
-def test_methods_on_warm_nodes_with_tls_and_keys_move_as_in_simulation(site: Deployment, tmp_path: Path) -> None:
+def test_methods_on_warm_nodes_with_tls_and_keys_move_as_in_simulation(
+    site: Deployment, outside: Deployment, tmp_path: Path
+) -> None:
+    """Two nodes on the SuperLink's own port, two through the proxy."""
+    for partition in range(4):
+        (site if partition % 2 else outside).node(partition)
     for name, found in several(site, METHODS, tmp_path).items():
         run = simulated(config(METHODS[name]))
         while run.fed.ledger.rounds < METHODS[name]["rounds"]:
@@ -112,6 +133,10 @@ def test_methods_on_warm_nodes_with_tls_and_keys_move_as_in_simulation(site: Dep
             assert torch.allclose(flatten(value), flatten(getattr(run.state, part)), rtol=0, atol=close), name
         expected = {phase: vars(cost) for phase, cost in run.fed.ledger.phases.items()}
         assert found["ledger"]["phases"] == expected
+    told = json.loads((tmp_path / "told.json").read_text())
+    for said, why in zip(told, ("phase is 'nonsense'", "the run's name is not hexadecimal", "'table'"), strict=True):
+        assert why in said
+        assert "\n" not in said
 
 
 def test_who_must_not_join_does_not(site: Deployment, tmp_path: Path) -> None:
@@ -129,55 +154,52 @@ def test_who_must_not_join_does_not(site: Deployment, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value), what
 
 
-@pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
-def test_behind_the_proxy_nodes_work_and_outsiders_cannot_submit(site: Deployment, tmp_path: Path) -> None:
-    port = free_port()
-    text = (ROOT / "docs/nginx.conf").read_text()
-    for old, new in (("8443", str(port)), ("KEYS", str(site.keys)), ("127.0.0.1:8000", site.address)):
-        text = text.replace(old, new)
-    folders = " ".join(f"{kind}_temp_path {tmp_path};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
-    (tmp_path / "nginx.conf").write_text(
-        f"pid {tmp_path}/pid; error_log stderr; daemon off; events {{}} http {{ access_log off; {folders}\n{text}}}"
-    )
-    proxy = subprocess.Popen(["nginx", "-c", tmp_path / "nginx.conf", "-p", tmp_path], start_new_session=True)
-    outside = Deployment("127.0.0.1", port, site.keys)
-    try:
-        with outside:
-            for command in (
-                ("list", "fedbilevel"),
-                ("supernode", "register", site.keys / keys.CLIENTS / "client-0.pub", "fedbilevel"),  # type: ignore[operator]
-            ):
-                with pytest.raises(DeploymentError, match=r"403|Forbidden|denied|PERMISSION"):
-                    outside.flwr(*command)
-            with pytest.raises(DeploymentError):
-                outside.submit(experiment="digits")
-            link = warm.Link(outside.address, site.keys / keys.CA, tmp_path / "k" / keys.CLIENTS / "client-0")  # type: ignore[operator]
-            keys.make(tmp_path / "k", 1, ["127.0.0.1"])
-            with pytest.raises(warm.RefusedError, match="Failed to activate"):  # the answer of the SuperLink itself
-                warm.serve(link, client.app, {"partition-id": 0}, patience_s=0.1)
-    finally:
-        end(proxy)
+def test_behind_the_proxy_outsiders_cannot_submit(site: Deployment, outside: Deployment, tmp_path: Path) -> None:
+    for command in (
+        ("list", "fedbilevel"),
+        ("supernode", "register", site.keys / keys.CLIENTS / "client-0.pub", "fedbilevel"),  # type: ignore[operator]
+    ):
+        with pytest.raises(DeploymentError, match=r"403|Forbidden|denied|PERMISSION"):
+            outside.flwr(*command)
+    with pytest.raises(DeploymentError):
+        outside.submit(experiment="digits")
+    keys.make(tmp_path, 1, ["127.0.0.1"])
+    link = warm.Link(outside.address, site.keys / keys.CA, tmp_path / keys.CLIENTS / "client-0")  # type: ignore[operator]
+    with pytest.raises(warm.RefusedError, match="Failed to activate"):  # the answer of the SuperLink itself
+        warm.serve(link, client.app, {"partition-id": 0}, patience_s=0.1)
     assert "runs" in site.flwr("list", "fedbilevel", "--format", "json")
 
 
 def test_stock_supernodes_with_tls_and_keys_move_as_in_simulation(tmp_path: Path) -> None:
     keys.make(tmp_path / "keys", 2, ["127.0.0.1"])
-    table = METHODS["simfbo"] | {"task": QUADRATIC["task"] | {"clients": 2}, "rounds": 2}  # of some 10 s each
+    table = METHODS["simfbo"] | {"task": QUADRATIC["task"] | {"clients": 2}, "rounds": 1}  # of some 20 s
     with Deployment(keys=tmp_path / "keys") as found:
         found.superlink()
         for partition in range(2):
             found.node(partition, warm=False)
         ended = several(found, {"simfbo": table}, tmp_path)["simfbo"]
     run = simulated(config(table))
-    for _ in range(2):
-        run.advance()
+    run.advance()
     for part, value in ended["state"].items():
+        assert torch.allclose(flatten(value), flatten(getattr(run.state, part)), rtol=0, atol=1e-9)
+
+
+def test_flowers_simulation_engine_moves_as_ours(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is an option of its own: pip install 'fedbilevel[ray]'")
+    (tmp_path / "e.toml").write_text(tomli_w.dumps(METHODS["simfbo"]))
+    command = [sys.executable, "-m", "fedbilevel.cli", "run", str(tmp_path / "e.toml"), "--federation", "ray"]
+    command += ["--data-dir", str(tmp_path)]  # of which the nodes that Ray plays must be told
+    subprocess.run([*command, "--out", str(tmp_path / "run"), "--quiet"], check=True, timeout=180)
+    saved, run = checkpoint.load(tmp_path / "run/checkpoint/latest.safetensors"), simulated(config(METHODS["simfbo"]))
+    for _ in run:
+        pass
+    for part, value in saved["state"].items():
         assert torch.allclose(flatten(value), flatten(getattr(run.state, part)), rtol=0, atol=1e-9)
 
 
 def test_an_interrupted_run_leaves_a_folder_and_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedbilevel.cli", "run", "digits", "--federation", "flower", "--clients", "2"]
-    command += ["--rounds", "1000", "--out", str(tmp_path / "run")]
+    command += ["--data-dir", str(tmp_path), "--rounds", "1000", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = tmp_path / "run/metrics.jsonl"
     try:
@@ -220,8 +242,9 @@ def serving(folder: Path, experiment: Path, port: int, *more: str) -> subprocess
 
 
 def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
-    """One dies in its second task, one lies, one is slow in its fifth, one comes in round 2, which lasts a deadline."""
-    conduct = {"deadline_s": 5.0, "start_clients": 3}
+    """One dies in its second task, one lies, each time otherwise, until it is put aside, one is slow in its fifth, one
+    comes in round 2, which lasts a deadline."""
+    conduct = {"deadline_s": 5.0, "start_clients": 3, "strikes": 5}
     table = QUADRATIC | {"algorithm": {"name": "simfbo"}, "rounds": 12, "every": 1, "conduct": conduct}
     (tmp_path / "e.toml").write_text(tomli_w.dumps(table))
     port = free_port()
@@ -238,9 +261,14 @@ def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
         for process in (*nodes, server):
             end(process)
     summary, said = json.loads((tmp_path / "run/summary.json").read_text()), log.read_text()
-    assert (summary["status"], summary["refused_replies"], summary["lost_tasks"]) == ("completed", 3, 2)
-    assert said.count("reply refused, client 1: qx is not finite") == 3
-    assert "client 1 is put aside" in said
+    assert (summary["status"], summary["refused_replies"], summary["lost_tasks"]) == ("completed", 5, 2)
+    lies = re.findall("reply refused, client 1: (.*)", said)
+    assert len(lies) == 5
+    for lie, why in zip(
+        lies, ("qx is not finite", "another shape", "../../qx", "answers task", "records"), strict=True
+    ):
+        assert why in lie
+    assert "client 1 is put aside after 5 refused replies" in said
     assert "client 0 did not answer in time" in said
     assert "client 2 did not answer in time" in said
     assert said.count("client 2 has joined") == 2  # it was left alone until it answered again
@@ -250,9 +278,10 @@ def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
 
 def test_a_killed_server_is_started_again_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     table = QUADRATIC | {"algorithm": {"name": "simfbo"}, "rounds": 6, "every": 1, "checkpoint_every": 1}
+    table |= {"task": QUADRATIC["task"] | {"clients": 2}}
     (tmp_path / "e.toml").write_text(tomli_w.dumps(table))
     port = free_port()
-    nodes = [misbehaving(f"127.0.0.1:{port}", j, "none") for j in range(4)]
+    nodes = [misbehaving(f"127.0.0.1:{port}", j, "none") for j in range(2)]
     metrics, folder = tmp_path / "run/metrics.jsonl", tmp_path / "run"
     server = serving(folder, tmp_path / "e.toml", port)
     try:

@@ -71,7 +71,7 @@ def test_pinned_values():
     )
     assert integers(KEY, 1, 1000).item() == 535
     assert subset(KEY, 10**12, 2) == [77332895308, 770135148036]
-    assert rows(keys(2), [9, 5], 3).tolist() == [[3, 5, 4], [3, 2, 1]]
+    assert rows(keys(2), 9, 3, torch.tensor([9, 5])).tolist() == [[3, 5, 4], [3, 2, 1]]
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
@@ -89,9 +89,9 @@ def test_a_stack_of_keys_is_one_by_one(draw):
 
 
 def test_rows_under_vmap():
-    stack, sizes = keys(12).reshape(4, 3), [4, 9, 6]
-    alone = torch.stack([rows(some, sizes, 3) for some in stack])
-    assert torch.equal(vmap(lambda some: rows(some, sizes, 3))(stack), alone)
+    stack, sizes = keys(12).reshape(4, 3), torch.tensor([4, 9, 6])
+    alone = torch.stack([rows(some, 9, 3, sizes) for some in stack])
+    assert torch.equal(vmap(lambda some: rows(some, 9, 3, sizes))(stack), alone)
 
 
 def test_streams_share_no_word():
@@ -118,7 +118,8 @@ def test_neighbouring_streams_are_uncorrelated():
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_folding_a_tensor_is_folding_its_number(dtype):
-    assert fold_in(KEY, torch.tensor(5, dtype=dtype)) == fold_in(KEY, 5)
+    for number in (0, 5, -1, 2**31 - 1, -(2**31)):
+        assert fold_in(KEY, torch.tensor(number, dtype=dtype)) == fold_in(KEY, number)
 
 
 @pytest.mark.parametrize("draw", [uniform, normal])
@@ -215,7 +216,7 @@ def test_subset_of_a_huge_population(monkeypatch):
 @given(int64, st.lists(st.integers(1, 30), min_size=1, max_size=5), st.data())
 def test_rows_are_distinct_and_below_each_size(seed, sizes, data):
     count = data.draw(st.integers(1, min(sizes)))
-    drawn = rows(fold_in(torch.tensor(seed), torch.arange(len(sizes))), sizes, count)
+    drawn = rows(fold_in(torch.tensor(seed), torch.arange(len(sizes))), max(sizes), count, torch.tensor(sizes))
     assert drawn.shape == (len(sizes), count)
     for row, size in zip(drawn.tolist(), sizes, strict=True):
         assert len(set(row)) == count
@@ -226,7 +227,7 @@ def test_rows_are_distinct_and_below_each_size(seed, sizes, data):
 def test_rows_are_uniform(sizes):
     """In every position of the batch, each index below its client's own size is as likely."""
     n = 3000
-    drawn = rows(keys(3 * n), sizes * n, 2).reshape(n, 3, 2)
+    drawn = rows(keys(3 * n), max(sizes), 2, torch.tensor(sizes * n)).reshape(n, 3, 2)
     for client, size in enumerate(sizes):
         for position in range(2):
             counts = torch.bincount(drawn[:, client, position], minlength=size).tolist()
@@ -242,5 +243,5 @@ def test_the_global_generator_is_left_alone():
     for draw in DRAWS.values():
         draw(KEY)
     subset(KEY, 100, 3)
-    rows(keys(2), [4, 6], 2)
+    rows(keys(2), 6, 2, torch.tensor([4, 6]))
     assert torch.equal(torch.get_rng_state(), before)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedbilevel as fb
+from fedbilevel.oracle import Oracle
 
 
 def test_quadratic_closed_forms_agree() -> None:
@@ -67,12 +68,13 @@ def test_hyper_representation_with_dropout_and_the_penalty_of_fednests_code() ->
     plain = fb.tasks.load("hyper-representation", ridge=0.0, **options)
     other = fb.tasks.load("hyper-representation", ridge=0.0, norm_penalty=0.1, **options)
     dropped = fb.tasks.load("hyper-representation", ridge=0.0, dropout=0.5, **options)
-    (x, y), batch = plain.problem.start, plain.clients[0].train
-    first, second = fb.rng.root(1, "dropout"), fb.rng.root(2, "dropout")
-    penalty = other.problem.lower(x, y, batch, first) - plain.problem.lower(x, y, batch, first)
+    x, y = plain.problem.start
+    first, second = (fb.Batch(train=plain.clients[0].train, rng=fb.rng.root(seed, "dropout")) for seed in (1, 2))
+    penalty = Oracle(other.problem).lower(x, y, first) - Oracle(plain.problem).lower(x, y, first)
     torch.testing.assert_close(penalty, 0.05 * (y["head.weight"].norm() + y["head.bias"].norm()))
-    assert dropped.problem.lower(x, y, batch, first) == dropped.problem.lower(x, y, batch, first)
-    assert dropped.problem.lower(x, y, batch, first) != dropped.problem.lower(x, y, batch, second)
+    dropout = Oracle(dropped.problem)
+    assert dropout.lower(x, y, first) == dropout.lower(x, y, first)
+    assert dropout.lower(x, y, first) != dropout.lower(x, y, second)
     assert dropped.evaluate is not None
     assert plain.evaluate is not None
     assert dropped.evaluate(x, y) == plain.evaluate(x, y)

@@ -21,8 +21,12 @@ def draw(*shape: int, tag: str = "trace") -> Tensor:
     return normal(root(0, tag), shape, torch.float64)
 
 
-def operations(module: Any) -> list[str]:
-    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+def nodes(fast: Any) -> list[Any]:
+    return [node for node in fast.__self__.graph.nodes if node.op == "call_function"]
+
+
+def operations(fast: Any) -> list[str]:
+    return [str(node.target) for node in nodes(fast)]
 
 
 def test_gradients_of_a_shared_weight_are_accumulated_not_added() -> None:
@@ -40,7 +44,48 @@ def test_gradients_of_a_shared_weight_are_accumulated_not_added() -> None:
     names = operations(fast)
     assert names.count("aten.bmm.default") == 3  # two forward, one of the gradients; the other one is added in place:
     assert names.count("aten.baddbmm_.default") == 1
-    assert [n.kwargs for n in fast.graph.nodes if str(n.target) == "aten.sub.Tensor"] == [{"alpha": 0.3}]  # type: ignore[attr-defined]
+    assert [n.kwargs for n in nodes(fast) if str(n.target) == "aten.sub.Tensor"] == [{"alpha": 0.3}]
+
+
+def test_what_depends_on_shapes_alone_is_computed_once_and_not_handed_out() -> None:
+    def fn(a: Tensor) -> list[Tensor]:
+        slope = torch.ones_like(a.exp().sum()) * 0.5  # as autograd begins: the sum itself is never needed
+        return [a * slope, torch.zeros_like(a), a + torch.zeros_like(a), (a * 2).sin() + (a * 2).cos()]
+
+    args = (draw(3, 4),)
+    fast = trace(fn, args)
+    for _ in range(2):
+        found = fast(*args)
+        torch.testing.assert_close(found, fn(*args), rtol=0, atol=0)
+        found[1].add_(1.0)
+    names = operations(fast)
+    assert "aten.exp.default" not in names
+    assert names.count("aten.mul.Tensor") == 2  # by the slope, and by 2 once
+
+
+def test_a_sum_takes_the_place_of_what_nothing_needs_any_more() -> None:
+    def fn(x: Tensor, q: Tensor, a: Tensor) -> list[Tensor]:
+        d, e, f = a.exp(), a.sin(), a.cos()
+        kept = e.view(-1)
+        return [x - 0.5 * d, q + d, x + e, kept, f + a, f, a.tan() + a[:1]]
+
+    args = draw(3, 4), draw(3, 4, tag="q"), draw(3, 4, tag="a")
+    before = [arg.clone() for arg in args]
+    fast = trace(fn, args)
+    torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=1e-15)
+    torch.testing.assert_close(list(args), before, rtol=0, atol=0)
+    assert operations(fast).count("aten.add_.Tensor") == 2  # d and the tangent; e and f are handed out
+
+
+def test_a_bias_is_added_by_the_product() -> None:
+    args = draw(2, 3, 4), draw(2, 4, 5, tag="a"), draw(2, 5, tag="b")
+
+    def fn(a: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+        return [b.unsqueeze(1) + torch.bmm(a, w), torch.bmm(a, w).sum((1, 2), keepdim=True) + torch.bmm(a, w)]
+
+    fast = trace(fn, args)
+    torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=1e-14)
+    assert operations(trace(lambda *args: fn(*args)[:1], args)).count("aten.baddbmm.default") == 1
 
 
 def test_a_product_used_twice_is_not_overwritten() -> None:
@@ -124,8 +169,9 @@ def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
     task = fb.tasks.load("hyper-representation", data="digits", clients=6, hidden=8)
     environment = fb.Environment(participation=4, local_steps=(1, 3), batch_size=8)
     problem = fb.Problem(
-        upper=lambda x, y, b: task.problem.upper(x, y, (b[0].double(), b[1]), ()),
-        lower=lambda x, y, b: task.problem.lower(x, y, (b[0].double(), b[1]), ()),
+        upper=task.problem.upper,
+        lower=task.problem.lower,
+        embed=lambda x, b: task.problem.embed(x, (b[0].double(), b[1]), ()),  # type: ignore[misc]
         x={name: value.double() for name, value in task.problem.x.items()},
         y={name: value.double() for name, value in task.problem.y.items()},
     )
@@ -161,3 +207,42 @@ def test_a_step_that_cannot_be_traced_runs_as_it_is(monkeypatch: Any) -> None:
     assert set(refused.fed.engine.traces.values()) == {None}
     assert refused.fed.ledger.phases == eager.fed.ledger.phases
     assert all(torch.equal(refused.state.x[key], value) for key, value in eager.state.x.items())
+
+
+def test_large_convolutions_are_not_stacked_on_a_cpu(monkeypatch: Any) -> None:
+    """By a rule that a resumed run keeps, though its machine or its limits may have changed."""
+    _, x, y = fb.split_module(fb.nets.lenet(1, 28, 10).double(), lower="head.")
+    below, above = fb.nets.stem(fb.nets.lenet(1, 28, 10))
+
+    def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(above({**x, **y}, below(x, batch[0])), batch[1])
+
+    side = (draw(6, 1, 28, 28), torch.arange(6))
+    clients = [fb.ClientData(train=side, val=side)] * 3
+    problem, sizes, states = fb.Problem(upper=loss, lower=loss, x=x, y=y), [], []
+    run_stack = engine.Clients._run_stack
+
+    def noted(self: Any, work: Any, lift: Any) -> Any:
+        sizes.append(len(work))
+        return run_stack(self, work, lift)
+
+    monkeypatch.setattr(engine.Clients, "_run_stack", noted)
+    operations_of_one = 4 * 10 * 10 * 16 * (6 * 25) * 2  # batch, image, channels, and what each is a sum of
+    kept: Any = None
+    for below_this in (operations_of_one, operations_of_one - 1):
+        monkeypatch.setattr(engine, "STACK_BELOW", below_this)
+        sizes.clear()
+        environment = fb.Environment(batch_size=4)
+        fed = fb.SimulatedFederation(problem, clients, fb.algorithms.SimFBO(), environment)
+        here = Run(fed, {"rounds": 1})
+        here.advance()
+        states.append(here.state.x)
+        assert sizes[1:] == ([3] if below_this == operations_of_one else [1, 1, 1])  # the first is to measure
+        kept = kept or fed.snapshot()
+    resumed = fb.SimulatedFederation(problem, clients, fb.algorithms.SimFBO(), fb.Environment(batch_size=4))
+    resumed.restore(kept)
+    sizes.clear()
+    Run(resumed, {"rounds": 1}).advance()
+    assert sizes == [3]
+    for name, value in states[1].items():
+        torch.testing.assert_close(states[0][name], value, rtol=0, atol=1e-12)

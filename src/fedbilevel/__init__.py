@@ -7,7 +7,7 @@ from typing import Any
 # The library that torch's threads come from reads this once, when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fedbilevel import algorithms, delays, linear, nets, schedules, tasks
+from fedbilevel import algorithms, delays, linear, memory, nets, schedules, tasks
 from fedbilevel.diagnosis import check
 from fedbilevel.environment import Environment
 from fedbilevel.federation import SimulatedFederation
@@ -15,6 +15,8 @@ from fedbilevel.hypergradient import finite_difference, hypergradient, solve_low
 from fedbilevel.problem import Batch, ClientData, Problem, split_module
 from fedbilevel.solve import Result, solve
 from fedbilevel.tree import Tree
+
+memory.keep_freed()
 
 __version__ = "0.1.0"
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.func import grad, vjp
 from torch.utils import _pytree as pytree
 
-from fedbilevel.problem import Batch, Data, Problem
+from fedbilevel.problem import Batch, Data, Problem, leaves, like
 from fedbilevel.rng import fold_in
-from fedbilevel.tree import Tree, dot, norm
+from fedbilevel.tree import Tree, dot, nbytes, norm
 
 
 class Directions(NamedTuple):
@@ -29,7 +29,7 @@ class Directions(NamedTuple):
 
 
 class Features(Batch):
-    """A batch whose data are embedded."""
+    """A batch whose data are embedded, which has no derivatives in x."""
 
 
 class Embedded(NamedTuple):
@@ -83,6 +83,23 @@ class Oracle:
         found, pull, others = vjp(features, x, has_aux=True)  # type: ignore[misc]  # typed without aux
         return Embedded(batch, found, build, pull)
 
+    def _together(self, x: Tree, batch: Batch) -> Batch:
+        """Both sides embedded at once: one pass through the backbone each way, and one gradient of its weights, not two
+        to add. That pays where x is larger than the samples, which are copied for it.
+        """
+        sides = [leaves(data) for data in (batch.train, batch.val)]
+        forms = [[(name, t.shape[1:], t.dtype) for name, t in side] for side in sides]
+        pays = bool(batch.train) and nbytes(sides) <= nbytes(x)
+        if not pays or not self.problem.embeds_samples or isinstance(batch, Features) or forms[0] != forms[1]:
+            return batch
+        assert self.problem.embed
+        both = like(batch.train, [torch.cat([a, b]) for (_, a), (_, b) in zip(*sides, strict=True)])
+        counts = [len(side[0][1]) for side in sides]
+        there = self.problem.embed(x, both, ())
+        split = [tensor.split(counts) for _, tensor in leaves(there)]
+        train, val = ([parts[j] for parts in split] for j in range(2))
+        return Features(like(there, train), like(there, val), batch.rng)
+
     def _data(self, x: Tree, batch: Batch, level: int) -> Data:
         """What a loss is given of its side of a batch."""
         data = (batch.train, batch.val)[level]
@@ -109,8 +126,9 @@ class Oracle:
         self.gradients += 3
 
         def surrogate(x: Tree, y: Tree) -> tuple[Tensor, Tree]:
-            d_y = grad(self.lower, argnums=1)(x, y, batch)
-            return self.upper(x, y, batch) - dot(d_y, z), d_y
+            there = self._together(x, _raw(batch))
+            d_y = grad(self.lower, argnums=1)(x, y, there)
+            return self.upper(x, y, there) - dot(d_y, z), d_y
 
         (d_x, minus_d_z), d_y = grad(surrogate, argnums=(0, 1), has_aux=True)(x, y)
         d_z = damping * z - minus_d_z if damping else -minus_d_z
@@ -171,7 +189,12 @@ class Oracle:
         """grad_x f - d2xy g p."""
         self.gradients += 3
         slope = self._slope(p)
-        return self._by_x(lambda x, y, batch: self.upper(x, y, batch) - slope(x, y, batch), x, y, batch)
+
+        def surrogate(x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
+            there = batch if isinstance(batch, Embedded) else self._together(x, batch)
+            return self.upper(x, y, there) - slope(x, y, there)
+
+        return self._by_x(surrogate, x, y, batch)
 
     def difference_hypergradient(self, x: Tree, y: Tree, p: Tree, batch: AnyBatch, width: float) -> Tree:
         """The same without second derivatives: the gradient in x of f(y) - (g(y + h p) - g(y - h p)) / 2h.
@@ -190,7 +213,8 @@ class Oracle:
     def feature_gradient(self, loss: Callable[[Data, Data], Tensor], x: Tree, batch: Batch) -> Tree:
         """The gradient in x of loss(embedded training data, embedded validation data), through both batches."""
         self.gradients += 2
-        return grad(lambda x: loss(self._data(x, batch, 0), self._data(x, batch, 1)))(x)  # type: ignore[no-any-return]
+        raw = _raw(batch)
+        return grad(lambda x: loss(self._data(x, raw, 0), self._data(x, raw, 1)))(x)  # type: ignore[no-any-return]
 
     def _slope(self, v: Tree) -> Loss:
         """<grad_y g, v>: its gradients are the second-order products."""
@@ -199,13 +223,21 @@ class Oracle:
     def _by_x(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """The derivative of fn(x, y, batch) in x, through the features where there are any."""
         if not isinstance(batch, Embedded):
-            return grad(fn)(x, y, batch)  # type: ignore[no-any-return]
+            return grad(fn)(x, y, _raw(batch))  # type: ignore[no-any-return]
         return self._both(fn, x, y, batch)[0]
 
     def _both(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """Its derivatives in x and in y."""
         if not isinstance(batch, Embedded):
-            return grad(fn, argnums=(0, 1))(x, y, batch)  # type: ignore[no-any-return]
+            return grad(fn, argnums=(0, 1))(x, y, _raw(batch))  # type: ignore[no-any-return]
         build = batch.build
         by_x, by_y, by_features = grad(lambda x, y, f: fn(x, y, build(f)), argnums=(0, 1, 2))(x, y, batch.features)
         return by_x + batch.pull(by_features)[0], by_y
+
+
+def _raw(batch: Batch) -> Batch:
+    if isinstance(batch, Features):
+        raise TypeError(
+            "a phase with fixed_x is given features, which have no derivatives in x; its fixed_x must be False"
+        )
+    return batch

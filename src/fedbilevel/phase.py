@@ -41,6 +41,7 @@ class Phase(ABC):
     batch: ClassVar[Literal["train", "val", "both"]] = "both"
     full: bool = False  # every sample instead of a mini-batch
     reply: ClassVar[Mapping[str, Literal["x", "y", "scalar"]]]
+    fixed_x: ClassVar[bool] = False  # it evaluates at `message.x` alone and takes no derivatives in x
     remembers: ClassVar[bool] = False  # it reads and leaves a memory of the client's own
     summed: ClassVar[bool] = True  # the server sees only means of these replies, never a single one
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -71,8 +72,16 @@ class ClientData:
                 raise ValueError(f"{side} is empty; a client needs at least one sample on each side")
 
     def size(self, side: str) -> int:
-        data = getattr(self, side)
-        return int(next(iter(data.values() if isinstance(data, dict) else data)).shape[0])
+        return self.forms[side][0]
+
+    @functools.cached_property
+    def forms(self) -> dict[str, tuple[int, str]]:
+        """Of each side, how many samples there are and what one is, in words: they are compared often."""
+        sides = {"train": leaves(self.train), "val": leaves(self.val)}
+        return {
+            side: (len(found[0][1]), str([(name, *tensor.shape[1:], tensor.dtype) for name, tensor in found]))
+            for side, found in sides.items()
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +96,8 @@ class Problem:
     Then sample j of a client's training data and of its validation data belong together, a batch draws the same samples
     on both sides, and both losses are given the same `rng`.
     embed: (x, data) or (x, data, rng) -> data, what depends on x alone (a backbone's features). The losses are then
-    given embedded data, and many y can be tried at one x without running the backbone again.
+    given embedded data, and many y can be tried at one x without running the backbone again. With a shared lower level
+    and without rng it must treat every sample by itself: it is given many batches at once, or all of a client's data.
     axes: names for the dimensions of tensors, {"conv1.weight": ("c1", None, None, None)}: those of one name are cut
     together in submodels, None is never cut (`fedbilevel.submodels`; `fedbilevel.nets.axes` finds them).
     """
@@ -119,12 +129,35 @@ class Problem:
         units(self.axes, {**self.x, **self.y})
 
     @property
+    def embeds_samples(self) -> bool:
+        """Whether samples can be embedded before batches are drawn of them."""
+        return isinstance(self.embed, _WithoutRng) and self.lower_level == "shared"
+
+    @property
     def start(self) -> tuple[Tree, Tree]:
         return Tree(self.x), Tree(self.y)
 
     def to(self, device: str) -> Problem:
         moved = {name: Tree(getattr(self, name)).map(lambda t: t.to(device)) for name in ("x", "y")}
         return replace(self, **moved)  # type: ignore[arg-type]
+
+    def rounded(self, precision: str) -> Problem:
+        """This problem with its backbone in another precision; what comes of the features is as exact as before."""
+        if checks.one_of("precision", precision, ("fp32", "bf16")) == "fp32":
+            return self
+        if self.embed is None:
+            raise ValueError(f"precision is {precision!r}, but this problem names no embed to round; it must be 'fp32'")
+        embed, exact = self.embed, next(iter(self.x.values())).dtype
+
+        def rounded(x: Tree, data: Data, rng: Any) -> Data:
+            with torch.autocast(leaves(data)[0][1].device.type, torch.bfloat16):
+                found = embed(x, data, rng)
+            back = {torch.bfloat16: exact}
+            return like(found, [tensor.to(back.get(tensor.dtype, tensor.dtype)) for _, tensor in leaves(found)])
+
+        if isinstance(embed, _WithoutRng):
+            return replace(self, embed=lambda x, data: rounded(x, data, ()))
+        return replace(self, embed=rounded)
 
     def project(self, x: Tree) -> Tree:
         return x if self.project_x is None else Tree(self.project_x(x))
@@ -166,6 +199,8 @@ def _generators(device: str) -> list[Tensor]:
 
 def _with_rng(name: str, fn: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
     """A function of these arguments as one of them and rng, whichever form the user gave."""
+    if isinstance(fn, _WithoutRng):
+        return fn
     count = len(
         [
             p
@@ -176,11 +211,17 @@ def _with_rng(name: str, fn: Callable[..., Any], arguments: tuple[str, ...]) -> 
     if count - len(arguments) not in (0, 1):
         plain = ", ".join(arguments)
         raise TypeError(f"{name} takes {count} arguments; it must take ({plain}) or ({plain}, rng)")
-    if count > len(arguments):
-        return fn
-    if len(arguments) == 2:
-        return lambda x, data, rng: fn(x, data)
-    return lambda x, y, batch, rng: fn(x, y, batch)
+    return fn if count > len(arguments) else _WithoutRng(fn)
+
+
+class _WithoutRng:
+    """A function that is given `rng` last and has no use for it."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args[:-1])
 
 
 def _variable(name: str, value: Any) -> Tree:
@@ -235,7 +276,7 @@ def client_weights(weights: str | Sequence[float], clients: Sequence[ClientData]
     if isinstance(weights, str):
         if checks.one_of("weights", weights, ("uniform", "samples")) == "uniform":
             return _Uniform(n)
-        values: Sequence[Any] = [client.size("train") for client in clients]
+        values: Sequence[Any] = [clients[i].size("train") for i in range(n)]
     elif isinstance(weights, Sequence):
         values = weights
     else:

@@ -6,6 +6,7 @@ operations only, so that they work under `torch.func.vmap` and give the same bit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -34,6 +35,15 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shift(bits, 31)
 
 
+@functools.lru_cache(maxsize=4096)
+def _mix_number(value: int) -> int:
+    """The same of a number, without a tensor: a GPU need not wait for one."""
+    word = value % (1 << 64)
+    for shift, factor in ((30, MIX1), (27, MIX2)):
+        word = (word ^ word >> shift) * factor % (1 << 64)
+    return _signed(word ^ word >> 31)
+
+
 def root(seed: int, purpose: str) -> Tensor:
     """The key of everything drawn for one purpose: a run's streams never share a draw."""
     return fold_in(torch.tensor(_signed(seed % (1 << 64))), crc32(purpose.encode()))
@@ -41,8 +51,8 @@ def root(seed: int, purpose: str) -> Tensor:
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """A new key from a key and a number (a task, a client, a step)."""
-    data = data.long() if isinstance(data, Tensor) else torch.tensor(data, device=key.device)
-    return _mix(key ^ _mix(data + GOLDEN))
+    mixed = _mix(data.long() + GOLDEN) if isinstance(data, Tensor) else _mix_number(data + GOLDEN)
+    return _mix(key ^ mixed)
 
 
 def bits(key: Tensor, count: int) -> Tensor:
@@ -83,10 +93,12 @@ def subset(key: Tensor, population: int, count: int) -> list[int]:
     return list(chosen)
 
 
-def rows(keys: Tensor, sizes: Sequence[int], count: int) -> Tensor:
-    """For each key `count` distinct indices below its size, uniform: mini-batches without replacement."""
-    draws = _shift(bits(keys, max(sizes)), 1)
-    if min(sizes) < max(sizes):
-        beyond = torch.arange(max(sizes), device=keys.device) >= torch.tensor(sizes, device=keys.device).unsqueeze(-1)
-        draws = draws.masked_fill(beyond, LARGEST)
+def rows(keys: Tensor, size: int, count: int, sizes: Tensor | None = None) -> Tensor:
+    """For each key `count` distinct indices below `size`, uniform: mini-batches without replacement.
+
+    sizes: of each key its own, at most `size`.
+    """
+    draws = _shift(bits(keys, size), 1)
+    if sizes is not None:
+        draws = draws.masked_fill(torch.arange(size, device=keys.device) >= sizes.unsqueeze(-1), LARGEST)
     return draws.topk(count, largest=False).indices

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedbilevel import algorithms, checks
+from fedbilevel import algorithms, checks, devices
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
-from fedbilevel.federation import QuorumError, SimulatedFederation
+from fedbilevel.federation import QuorumError, SimulatedFederation, ranks
 from fedbilevel.federation.runtime import Runtime
 from fedbilevel.problem import ClientData, Problem
 from fedbilevel.tree import Tree, is_finite
@@ -94,7 +94,7 @@ class Run:
             if self.status == "diverged" or self._finished() or self._due(spent):
                 yield self._measure()
             self.after()
-            if self._stopping:
+            if any(ranks.gather(self._stopping)):
                 self.status, self.reason = "interrupted", f"interrupted after round {self.fed.ledger.rounds}"
 
     def stop(self) -> None:
@@ -116,7 +116,7 @@ class Run:
         self.fed.settings = settings = self.fed.algorithm.at(self.fed.ledger.iterations)
         self.state = settings.iterate(self.state, self.fed)
         self.fed.ledger.iterations += 1
-        self.fed.ledger.wall_s += time.perf_counter() - started
+        self.fed.ledger.wall_s += max(ranks.gather(time.perf_counter() - started))
 
     def _measure(self) -> dict[str, Any]:
         """Evaluate, and judge whether the run has diverged."""
@@ -124,9 +124,10 @@ class Run:
         costs = ledger.totals()
         metrics: dict[str, Any] = {"round": costs.pop("rounds"), "iteration": ledger.iterations, **costs}
         metrics |= {"virtual_s": ledger.virtual_s, "wall_s": ledger.wall_s}
-        metrics |= {**self.fed.losses(x, y), **self.fed.records()}
+        metrics |= {**ranks.first(lambda: self.fed.losses(x, y)), **self.fed.records()}
         if self.evaluate and is_finite((x, y)):
-            metrics |= self.evaluate(x, y)
+            evaluate = self.evaluate
+            metrics |= ranks.first(lambda: evaluate(x, y))
         self.history.append(metrics)
         if self.status == "completed" and (reason := self._diverged(metrics)):
             self.status, self.reason = "diverged", f"round {metrics['round']}: {reason}"
@@ -165,15 +166,18 @@ def solve(
 ) -> Result:
     """Solve a federated bilevel problem; the docs of each algorithm say what it does.
 
-    rounds: a budget of communication rounds; no iteration starts once it is reached. evaluate(x, y) returns a dict of
-    numbers that is added to the metrics, before round 0 and at the end of the first iteration at or after each multiple
-    of `every`. federation: instead of the one that is made from algorithm ("simfbo" by default), environment, weights
-    and seed. out: the run leaves a folder (metrics, checkpoint, summary); `resume=True` goes on with the one in it.
+    rounds: a budget of communication rounds; no iteration starts once it is reached. device: cpu, cuda, or auto.
+    evaluate(x, y) returns a dict of numbers that is added to the metrics, before round 0 and at the end of the first
+    iteration at or after each multiple of `every`. federation: instead of the one that is made from algorithm ("simfbo"
+    by default), environment, weights and seed. out: the run leaves a folder (metrics, checkpoint, summary);
+    `resume=True` goes on with the one in it.
     """
     if resume and out is None:
         raise ValueError("resume is True but out is not given; a run goes on in its folder")
     if federation is None:
+        device = devices.chosen(device)
         method = algorithms.get(algorithm)() if isinstance(algorithm, str) else algorithm or algorithms.SimFBO()
+        device = ranks.device(device)
         fed: Runtime = SimulatedFederation(
             problem.to(device), clients, method, environment, weights=weights, seed=seed, device=device
         )
@@ -202,7 +206,7 @@ def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
         "rounds": run.limits["rounds"],
         "every": run.every,
         "seed": fed.seed,
-        "device": fed.device,
+        "device": fed.device.split(":")[0] if ranks.size() > 1 else fed.device,
     }
     return Recorder(run, folder, config, resume)
 

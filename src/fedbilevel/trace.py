@@ -15,6 +15,9 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
+FILLS: dict[Any, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+LARGEST_CONSTANT = 1 << 16  # entries; a trace holds its constants for as long as it lives
+NUMBERS = (bool, int, float)
 Flat = Callable[..., Sequence[Tensor]]
 
 
@@ -24,15 +27,33 @@ def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
     schemas = [getattr(node.target, "_schema", None) for node in module.graph.nodes]
     if any(schema is not None and schema.is_mutable for schema in schemas):
         # The rewrites move reads; they are right only where nothing is overwritten on the way.
-        module = _make(functionalize(fn, remove="mutations_and_views"), args)
+        module = _make(functionalize(fn, remove="mutations"), args)
     graph = module.graph
-    for rewrite in (_drop_idle, _fold_scalars, _fuse_scaled_sums, _fuse_sums_of_products):
+    rewrites = (
+        _drop_idle,
+        _fold_scalars,
+        _Constants(module),
+        _drop_idle,
+        _Merge(),
+        _fuse_scaled_sums,
+        _fuse_products,
+        _reuse,
+    )
+    for rewrite in rewrites:
         for node in list(graph.nodes):
             if node.op == "call_function":
                 rewrite(graph, node)
         graph.eliminate_dead_code()
     module.recompile()
-    return module
+    return module.forward
+
+
+def compiled(fn: Flat, args: Sequence[Tensor]) -> Flat:
+    """The same through PyTorch's compiler, which takes seconds to minutes and fuses what is not a matrix product."""
+    import torch._inductor  # takes a second
+
+    run: Flat = torch._inductor.compile(_make(functionalize(fn, remove="mutations"), args), list(args))
+    return run
 
 
 def _make(fn: Flat, args: Sequence[Tensor]) -> fx.GraphModule:
@@ -48,7 +69,7 @@ def _form(node: Any) -> Any:
 
 
 def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
-    """Views of the shape a tensor has already, a transpose of its transpose, a product with 1."""
+    """Views of the shape a tensor has already, a transpose of its transpose, a product with 1, a sum with 0."""
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return
@@ -56,10 +77,16 @@ def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
     idle = same and node.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default)
     if same and node.target is aten.mul.Scalar and node.args[1] == 1:
         idle = True
+    if same and node.target is aten.add.Tensor and _is_zero(node.args[1]):
+        idle = True
     if node.target is aten.transpose.int and source.target is aten.transpose.int and source.args[1:] == node.args[1:]:
         source, idle = source.args[0], True
     if idle:
         node.replace_all_uses_with(source)
+
+
+def _is_zero(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.zeros_like.default
 
 
 def _fold_scalars(graph: fx.Graph, node: fx.Node) -> None:
@@ -82,14 +109,106 @@ def _fuse_scaled_sums(graph: fx.Graph, node: fx.Node) -> None:
         node.args, node.kwargs = (a, b.args[0]), {"alpha": b.args[1]}
 
 
-def _fuse_sums_of_products(graph: fx.Graph, node: fx.Node) -> None:
-    """A1 B1 + A2 B2 accumulated in place: the two gradients of a weight are never added by themselves."""
+def _fuse_products(graph: fx.Graph, node: fx.Node) -> None:
+    """A1 B1 + A2 B2 accumulated in place: the two gradients of a weight are never added by themselves. A + A1 B1, as of
+    a bias, as one operation."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return
+    a: Any
+    b: Any
+    a, b = node.args if _only_product(node.args[1]) else reversed(node.args)
+    if not _only_product(b) or a is b or _form(b) != _form(node):
+        return
+    into = _only_product(a) and _form(a) == _form(b)
+    if not into and (_form(a) is None or _form(a)[1] != _form(b)[1]):
+        return
+    with graph.inserting_before(node):
+        total = graph.call_function((aten.baddbmm_ if into else aten.baddbmm).default, (a, *b.args))
+    total.meta.update(node.meta)
+    node.replace_all_uses_with(total)
+
+
+def _reuse(graph: fx.Graph, node: fx.Node) -> None:
+    """A sum takes the place of an operand that nothing else needs from then on: new memory costs more than a sum."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or _form(node) is None:
+        return
     a, b = node.args
-    products = all(isinstance(p, fx.Node) and p.target is aten.bmm.default and len(p.users) == 1 for p in (a, b))
-    if products and a is not b and _form(a) == _form(b) == _form(node):
+    if _spent(a, node):
+        target = (aten.add_ if node.target is aten.add.Tensor else aten.sub_).Tensor
+    elif node.target is aten.add.Tensor and not node.kwargs and _spent(b, node):
+        (a, b), target = (b, a), aten.add_.Tensor
+    else:
+        return
+    with graph.inserting_before(node):
+        total = graph.call_function(target, (a, b), dict(node.kwargs))
+    total.meta.update(node.meta)
+    node.replace_all_uses_with(total)
+
+
+def _spent(value: Any, by: fx.Node) -> bool:
+    """Whether a node computes a tensor of its own, of this form, and this is the last use of it."""
+    if not isinstance(value, fx.Node) or value.op != "call_function" or _form(value) != _form(by):
+        return False
+    return _is_fresh(value) and all(user == by or (_is_fresh(user) and user < by) for user in value.users)
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether what it returns shares no memory with what it was given."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and all(value.alias_info is None for value in schema.returns)
+
+
+def _only_product(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.bmm.default and len(node.users) == 1
+
+
+class _Merge:
+    """What is computed twice is computed once."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, fx.Node] = {}
+
+    def __call__(self, graph: fx.Graph, node: fx.Node) -> None:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return
+        first = self.seen.setdefault(_frozen((node.target, node.args, dict(node.kwargs))), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+
+
+def _frozen(value: Any) -> Any:
+    """A value to look things up by; 1 and 1.0 are different ones."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    return type(value), value if isinstance(value, (fx.Node, *NUMBERS)) else repr(value)
+
+
+class _Constants:
+    """What depends on shapes alone is computed here, once: the gradient of a loss in itself, and what comes of it.
+
+    What only led to such a shape is not computed at all: a loss of which the gradient alone is used.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module, self.known = module, dict[fx.Node, Tensor]()
+
+    def __call__(self, graph: fx.Graph, node: fx.Node) -> None:
+        form, sources = node.meta.get("val"), node.all_input_nodes
+        if not isinstance(form, Tensor) or form.numel() > LARGEST_CONSTANT:
+            return
+        if node.target in FILLS:
+            value = torch.full(form.shape, FILLS[node.target], dtype=form.dtype, device=form.device)
+        elif node.target is aten.scalar_tensor.default or (sources and all(source in self.known for source in sources)):
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.known.__getitem__)
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+        else:
+            return
+        name = f"constant_{len(self.known)}"
+        setattr(self.module, name, value)
         with graph.inserting_before(node):
-            total = graph.call_function(aten.baddbmm_.default, (a, *b.args))  # type: ignore[union-attr]
-        total.meta.update(node.meta)
-        node.replace_all_uses_with(total)
+            constant = graph.create_node("get_attr", name)  # graph.get_attr wants buffers, which are slow to look up
+        constant.meta.update(node.meta)
+        self.known[constant] = value
+        node.replace_all_uses_with(constant, delete_user_cb=lambda user: user.op != "output")  # nobody else may hold it

@@ -83,9 +83,19 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
 
 def is_finite(values: Any) -> bool:
     """Whether every tensor and number in a nested value is finite."""
+    leaves = pytree.tree_leaves(values)
+    if not all(math.isfinite(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
+        return False
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.setdefault(leaf.device, []).append(leaf)
+    # What is not finite makes a sum that is not, found by one look at each device; a sum of finite numbers may be too
+    # large, but seldom is.
+    sums = {device: torch.stack([t.sum().double() for t in found]).sum() for device, found in tensors.items()}
     return all(
-        bool(torch.isfinite(leaf).all()) if isinstance(leaf, Tensor) else math.isfinite(leaf)
-        for leaf in pytree.tree_leaves(values)
+        math.isfinite(total) or all(bool(torch.isfinite(t).all()) for t in tensors[device])
+        for device, total in sums.items()
     )
 
 

@@ -158,6 +158,7 @@ class WorkOnDifferences(Work):
 class Inner(Phase):
     """E_i steps y_i <- y_i - lr_y grad_y g_i(x, y_i); replies with the mean of the gradients (lines 5 to 8)."""
 
+    fixed_x = True
     steps = "local"
     batch = "train"
     reply: ClassVar = {"hy": "y"}

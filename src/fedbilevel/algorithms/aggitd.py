@@ -35,6 +35,7 @@ class State(NamedTuple):
 class GradientAndStart(Once):
     """q_i = grad_y g_i and, at t = Q, v_i = grad_y f_i (lines 4 and 5)."""
 
+    fixed_x = True
     batch = "both"
     reply: ClassVar = {"q": "y", "v": "y"}
 
@@ -46,6 +47,7 @@ class GradientAndStart(Once):
 class GradientAndProduct(Once):
     """q_i = grad_y g_i and, at t > Q, d2yy g_i v (lines 4 and 6), from one pass."""
 
+    fixed_x = True
     batch = "train"
     reply: ClassVar = {"q": "y", "hv": "y"}
 

@@ -41,6 +41,7 @@ class State(NamedTuple):
 class PrivatePower(Once):
     """c_i <- c_i - lr d2yy g_i c_i: the published code lets each client multiply by its own Hessian only."""
 
+    fixed_x = True
     batch = "train"
     reply: ClassVar = {"c": "y"}
     summed = False

@@ -36,6 +36,7 @@ class Once(Phase):
 class LowerGradient(Once):
     """q_i = grad_y g_i(x, y)."""
 
+    fixed_x = True
     batch = "train"
     reply: ClassVar = {"q": "y"}
 
@@ -46,6 +47,7 @@ class LowerGradient(Once):
 class UpperGradientY(Once):
     """v_i = grad_y f_i(x, y)."""
 
+    fixed_x = True
     batch = "val"
     reply: ClassVar = {"v": "y"}
 
@@ -56,6 +58,7 @@ class UpperGradientY(Once):
 class HessianProduct(Once):
     """d2yy g_i(x, y) v."""
 
+    fixed_x = True
     batch = "train"
     reply: ClassVar = {"hv": "y"}
 
@@ -98,6 +101,7 @@ class LowerRound(Corrected):
     The SVRG type, as written; the SGD type drops the correction and takes no q.
     """
 
+    fixed_x = True
     batch = "train"
     reply: ClassVar = {"dy": "y"}
 

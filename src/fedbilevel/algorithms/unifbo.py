@@ -121,4 +121,4 @@ def whitened(m: Tensor, s: Tensor) -> Tensor:
 def scaled(m: Tree, s: Tree) -> Tree:
     """The same with one number for a whole tree."""
     total = torch.stack([matrix.trace() for matrix in s.values()]).sum()
-    return m * (m.numel**0.5 / total.clamp(min=TINY).sqrt())
+    return m * (m.numel**0.5 / total.clamp(min=TINY).sqrt())  # type: ignore[no-any-return]

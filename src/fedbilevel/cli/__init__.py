@@ -33,7 +33,7 @@ Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds
 TaskName = Annotated[str | None, typer.Option(help="Another task, by name or as module:function.")]
 DataName = Annotated[str | None, typer.Option(help="Another data set.")]
 Seed = Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Methods = Annotated[str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")]
 Clients = Annotated[int | None, typer.Option(min=1, help="How many clients the federation has.")]
 Keys = Annotated[Path | None, typer.Option(help="A folder made by `fedbilevel keys`: encryption, and keys for nodes.")]
@@ -80,10 +80,14 @@ def run(
     """Run one experiment with one method; the folder holds its config, metrics, checkpoint and summary."""
     from fedbilevel.cli.progress import Progress
     from fedbilevel.cli.track import trackers
+    from fedbilevel.federation import ranks
     from fedbilevel.runs import config as configs
     from fedbilevel.runs.record import Recorder
     from fedbilevel.runs.runner import prepare
 
+    ranks.start()
+    if ranks.rank():  # the first one speaks for all
+        quiet, json_, tensorboard, mlflow = True, False, False, False
     if quiet or json_:
         logging.getLogger("fedbilevel").setLevel(logging.ERROR)
     place, table = configs.read(experiment)
@@ -97,9 +101,9 @@ def run(
     real = checks.one_of("federation", federation, ("simulated", "flower", "ray")) == "flower"
     if not real and (stock or keys):
         raise ValueError("--stock and --keys are for --federation flower")
-    config = resolve({}) if clients is None else _with_clients(resolve, clients)
+    config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
-    folder = out or _fresh(Path("runs", title.replace(" ", "-")))
+    folder = ranks.first(lambda: out or _fresh(Path("runs", title.replace(" ", "-"))))
     if real:
         summary = _run_flower(config, title, folder, clients, resume, data_dir, quiet or json_, stock, keys)
         _finish(summary, folder, quiet, json_)
@@ -107,8 +111,9 @@ def run(
         from fedbilevel.cli.federation import simulate
 
         _finish(simulate(config, folder, resume, data_dir), folder, quiet, json_)
-    prepared = prepare(config, data_dir)
-    recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
+    with ranks.together():
+        prepared = prepare(config, data_dir)
+        recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: prepared.stop())
     with (
@@ -130,9 +135,16 @@ def _finish(summary: dict[str, Any], folder: Path, quiet: bool, json_: bool) -> 
 
 
 def _with_clients(resolve: Callable[[dict[str, Any]], Any], clients: int | None) -> Any:
-    from fedbilevel.cli.federation import with_clients
-
-    return with_clients(resolve, clients)
+    """The config for so many clients: the task deals its data to them, and no more of them can take part."""
+    config = resolve({})
+    if clients is None:
+        return config
+    section = next((name for name in ("data", "task") if "clients" in config.table.get(name, {})), None)
+    changes: dict[str, Any] = {f"{section}.clients": clients} if section else {}
+    taking_part = config.environment.participation
+    if isinstance(taking_part, int) and taking_part > clients:
+        changes["environment.participation"] = clients
+    return resolve(changes)
 
 
 def _run_flower(
@@ -151,13 +163,13 @@ def _run_flower(
     from fedbilevel.federation.flower.deployment import Deployment
 
     count = clients or len(config.load_task(data_dir).clients)
-    own = ["--data-dir", str(data_dir.resolve())] if data_dir else []
+    own = {"data-dir": str(data_dir.resolve())} if data_dir else {}
     if ":" in config.table["task"]["name"]:
-        own += ["--task", config.table["task"]["name"]]
+        own["task"] = config.table["task"]["name"]
 
     def nodes(site: Deployment) -> None:
         for partition in range(count):
-            site.node(partition, *own, warm=not stock)
+            site.node(partition, warm=not stock, options=own)
 
     return serve(
         *(config, title, folder),
@@ -189,7 +201,7 @@ def serve_(
     json_: Json = False,
 ) -> None:
     """Run an experiment with clients on other machines: a Flower SuperLink with our server on it."""
-    from fedbilevel.cli.federation import serve, with_clients
+    from fedbilevel.cli.federation import serve
     from fedbilevel.federation.flower.deployment import LOOPBACK, Deployment, check_plain
     from fedbilevel.runs import config as configs
 
@@ -200,7 +212,7 @@ def serve_(
     def resolve(changes: dict[str, Any]) -> configs.Config:
         return configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes})
 
-    config = with_clients(resolve, clients)
+    config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = out or _fresh(Path("runs", title.replace(" ", "-")))
     if host not in LOOPBACK:
@@ -220,13 +232,13 @@ def join(
         str | None, typer.Option(help="module:function(partition) -> ClientData; else the task deals its own data.")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="The module:function that the experiment may name as its task.")
+        str | None, typer.Option(help="The only task, as module:function, that the experiment may name.")
     ] = None,
     warm: Annotated[bool, typer.Option("--warm", help="One process that stays up, for tasks under seconds.")] = False,
     ca: Annotated[Path | None, typer.Option(help="The authority of the server's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="This client's own private key.")] = None,
     plain: Plain = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "cpu",
     data_dir: DataDir = None,
 ) -> None:
     """Be a client of a federation, with data that stays here."""
@@ -468,7 +480,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise
-        sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
+        ranks = sys.modules.get("fedbilevel.federation.ranks")
+        if not (ranks and ranks.rank()):
+            sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
         sys.exit(2)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from flwr.app import Context
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel.cli.progress import Progress
@@ -27,20 +28,8 @@ from fedbilevel.runs.config import Config
 from fedbilevel.runs.folder import METRICS, SUMMARY
 from fedbilevel.runs.record import check_folder, without_none
 
+PATIENCE_S = 90.0  # in which a SuperNode must stay up: the session of one that was killed lasts a minute
 STOP_S = 600.0  # that a server has to end the iteration it is in
-
-
-def with_clients(resolve: Callable[[dict[str, Any]], Config], clients: int | None) -> Config:
-    """The config for so many clients: the task deals its data to them, and no more of them can take part."""
-    config = resolve({})
-    if clients is None:
-        return config
-    section = next((name for name in ("data", "task") if "clients" in config.table.get(name, {})), None)
-    changes: dict[str, Any] = {f"{section}.clients": clients} if section else {}
-    taking_part = config.environment.participation
-    if isinstance(taking_part, int) and taking_part > clients:
-        changes["environment.participation"] = clients
-    return resolve(changes)
 
 
 class Follower:
@@ -169,10 +158,26 @@ def simulate(config: Config, folder: Path, resume: bool, data_dir: Path | None) 
 
         clients = len(config.load_task(data_dir).clients)
         one_core: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-        run_simulation(app, client.app, clients, backend_config=one_core)
+        name = config.table["task"]["name"]
+        own = {"data-dir": job["data-dir"] or None, "task": name if ":" in name else None}
+        played = _played({key: value for key, value in own.items() if value})
+        run_simulation(app, played, clients, backend_config=one_core)
     if failed:
         raise failed[0]
     return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
+
+
+def _played(settings: dict[str, str]) -> ClientApp:
+    """Our client for nodes that Flower's simulation makes up, which have no settings of their own."""
+
+    def told(message: Message, context: Context, answer: Callable[[Message, Context], Message]) -> Message:
+        context.node_config.update(settings)
+        return answer(message, context)
+
+    app = ClientApp(mods=[told])
+    for route, handler in ((app.query, client.hello), (app.train, client.task), (app.evaluate, client.evaluate)):
+        route()(handler)
+    return app
 
 
 def join(
@@ -202,7 +207,10 @@ def _settings(node: client.Node) -> dict[str, str]:
 
 
 def _supervise(command: list[str]) -> None:
-    """Flower's node ends when its SuperLink does, and is refused for a while after it was killed: start it again."""
+    """Flower's node ends when its SuperLink does, and is refused for a while after it was killed: start it again.
+
+    One that never stayed up is given up after a while.
+    """
     process: subprocess.Popen[bytes] | None = None
 
     def stop(*_: object) -> None:
@@ -214,12 +222,12 @@ def _supervise(command: list[str]) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    lasted = False
+    lasted, first = False, time.monotonic()
     while True:
         started = time.monotonic()
         process = subprocess.Popen(command, env=deployment.surroundings(), stdin=subprocess.DEVNULL)
         code = process.wait()
         lasted = lasted or time.monotonic() - started > 20
-        if not lasted:
-            raise DeploymentError(f"the SuperNode ended at once with code {code}")
+        if not lasted and time.monotonic() - first > PATIENCE_S:
+            raise DeploymentError(f"the SuperNode ends at once, with code {code}")
         time.sleep(warm.RETRY_S)

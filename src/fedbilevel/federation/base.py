@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.federation import ranks
 from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
 from fedbilevel.submodels import Submodel
@@ -57,7 +60,7 @@ class Cost:
 class Accounts:
     """What each client that took part has paid: `figures` has a row for each of `FIGURES`, a column for each of `ids`.
 
-    Tensors, because they are copied in every iteration and there may be 100,000 clients.
+    A charge and the way `back` to the last `mark` cost what they change, whatever the number of clients so far.
     """
 
     FIGURES: ClassVar = ("bytes_up", "bytes_down", "flops", "peak_bytes")
@@ -66,6 +69,30 @@ class Accounts:
 
     def __post_init__(self) -> None:
         self._column = {client: j for j, client in enumerate(self.ids.tolist())}
+        self._room = torch.zeros(0, 0, dtype=torch.int64)  # ids and figures are parts of it
+        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._marked = 0
+
+    def mark(self) -> int:
+        self._undo, self._marked = [], len(self.ids)
+        return self._marked
+
+    def back(self, mark: int) -> None:
+        for columns, paid in reversed(self._undo):
+            self.figures[:, columns] = paid
+        for client in self.ids[mark:].tolist():
+            del self._column[client]
+        self.ids, self.figures = self.ids[:mark], self.figures[:, :mark]
+
+    def _enrol(self, new: Sequence[int]) -> None:
+        before, after = len(self.ids), len(self.ids) + len(new)
+        if after > self._room.shape[1]:
+            self._room = torch.zeros(1 + len(self.FIGURES), 2 * after, dtype=torch.int64)
+            self._room[:, :before] = torch.cat([self.ids.unsqueeze(0), self.figures])
+        self._room[:, before:after] = 0
+        self._room[0, before:after] = torch.tensor(new)
+        self.ids, self.figures = self._room[0, :after], self._room[1:, :after]
+        self._column |= {client: j for j, client in enumerate(new, before)}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Accounts):
@@ -79,10 +106,10 @@ class Accounts:
 
     def charge(self, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]) -> None:
         if new := [client for client in dict.fromkeys(clients) if client not in self._column]:
-            self._column |= {client: j for j, client in enumerate(new, len(self._column))}
-            self.ids = torch.cat([self.ids, torch.tensor(new)])
-            self.figures = torch.nn.functional.pad(self.figures, (0, len(new)))
+            self._enrol(new)
         columns = torch.tensor([self._column[client] for client in clients])
+        old = columns[columns < self._marked]
+        self._undo.append((old, self.figures[:, old]))
         for name, each in amounts.items():
             row = self.figures[self.FIGURES.index(name)]
             if name in LARGEST:
@@ -125,6 +152,17 @@ class Ledger:
     def load(cls, values: Mapping[str, Any]) -> Ledger:
         phases = {name: Cost(**cost) for name, cost in values["phases"].items()}
         return cls(**{**values, "phases": phases, "clients": Accounts(**deepcopy(values["clients"]))})
+
+    def mark(self) -> dict[str, Any]:
+        """To go `back` to, until the next."""
+        values = {f.name: deepcopy(getattr(self, f.name)) for f in fields(self) if f.name != "clients"}
+        return {**values, "clients": self.clients.mark()}
+
+    def back(self, mark: Mapping[str, Any]) -> None:
+        for name, value in mark.items():
+            if name != "clients":
+                setattr(self, name, deepcopy(value))
+        self.clients.back(mark["clients"])
 
     def phase(self, name: str) -> Cost:
         return self.phases.setdefault(name, Cost())
@@ -248,7 +286,8 @@ def wrong(
     for name, kind in declared.items():
         model = torch.zeros(()) if kind == "scalar" else getattr(problem, kind)
         shapes = _shapes(model) if submodel is None or isinstance(model, Tensor) else submodel.shapes(model)
-        if _shapes(values[name]) != {key: (*stack, *shape) for key, shape in shapes.items()}:
+        alike = isinstance(values[name], Tensor) == isinstance(model, Tensor)
+        if not alike or _shapes(values[name]) != {key: (*stack, *shape) for key, shape in shapes.items()}:
             return f"replied with {name!r} of another shape than {kind!r}, which it declares"
     return None
 
@@ -301,6 +340,31 @@ class Replies:
             for sums, amount in ((self._held, len(replies)), (self._weights, _weight(replies))):
                 sums[kind] = sums[kind] + part * amount if kind in sums else part * amount
         self._parts += replies
+
+    def merge(self) -> None:
+        """With several ranks, each of which has added replies of its own: all have then added all of them."""
+        if ranks.size() == 1:
+            return
+        sums = {"sums": self._sums, "held": self._held, "weights": self._weights}
+        everyone = ranks.gather((self._replies, self._parts, self.refused, ranks.sent(sums, "meta")))
+        replies, parts, refused, forms = zip(*everyone, strict=True)
+        like = {name: {key: value for form in forms for key, value in form[name].items()} for name in sums}
+        here = next(iter(self.problem.x.values())).device
+
+        def zeros(form: Tensor) -> Tensor:
+            return torch.zeros(form.shape, dtype=form.dtype, device=here)
+
+        own = {name: {**pytree.tree_map(zeros, like[name]), **sums[name]} for name in sums}
+        own["sums"].pop("steps", None)  # known to all, and of another dtype
+        self._sums, self._held, self._weights = ranks.total(own).values()
+        self._replies, self._parts = (list(itertools.chain(*lists)) for lists in (replies, parts))
+        if self._replies:
+            steps = sum(reply.weight * reply.steps for reply in self._replies)
+            self._sums["steps"] = torch.tensor(steps, dtype=torch.float64)
+        for text in itertools.chain(*refused):
+            if text not in self.refused:
+                log.warning("%s: reply refused, %s", self.place, text)
+        self.refused = list(itertools.chain(*refused))
 
     def _check(self, client: int, values: Mapping[str, Any]) -> bool:
         wrong = [name for name, value in values.items() if not is_finite(value)]
@@ -359,10 +423,14 @@ def _weight(replies: Sequence[Reply]) -> float:
 
 
 def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, Any]:
+    weights = torch.tensor([reply.weight for reply in replies], dtype=torch.float64)
+    there = functools.lru_cache(
+        weights.to
+    )  # once for each device and dtype: a copy to a GPU waits for what it is doing
+
     def total(values: Tensor) -> Tensor:
         values = values if values.is_floating_point() else values.double()
-        weights = torch.tensor([reply.weight for reply in replies], dtype=values.dtype, device=values.device)
-        return (weights @ values.reshape(len(values), -1)).reshape(values.shape[1:])
+        return (there(values.device, values.dtype) @ values.reshape(len(values), -1)).reshape(values.shape[1:])
 
     return pytree.tree_map(total, stack)  # type: ignore[no-any-return]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,72 +13,97 @@ from fedbilevel.rng import fold_in, rows
 
 Sides = Literal["train", "val", "both"]
 SIDES: dict[Sides, tuple[str, ...]] = {"train": ("train",), "val": ("val",), "both": ("train", "val")}
+DRAWN = 1 << 22  # words of one look ahead: the draws of many steps cost little more than those of one
+
+Take = Callable[[str, Tensor | None], Data]  # a row of indices for each of the first clients; None: everything of all
+
+
+class Extent(NamedTuple):
+    """What a stack holds on one side: samples a batch, the most that a client has, and what each has if they differ."""
+
+    batch: int
+    most: int
+    sizes: Tensor | tuple[()]
+
+
+def extents(clients: Sequence[ClientData], sides: Sides, size: int | None, device: str) -> dict[str, Extent]:
+    """Of a stack of clients (`shape` says who can be in one), side by side; `size` None is the full batch."""
+    found = {}
+    for side in SIDES[sides]:
+        held = [client.size(side) for client in clients]
+        sizes = torch.tensor(held, device=device) if min(held) < max(held) else ()
+        found[side] = Extent(min(size or held[0], held[0]), max(held), sizes)
+    return found
 
 
 class Batches:
-    """Draws for clients whose batches have one shape (`shape` says which do); `size` None is the full batch.
+    """Draws for a stack of clients, one key each.
 
-    paired: both sides draw the same samples.
+    take: (side, indices) -> samples. paired: both sides draw the same ones.
     """
 
     def __init__(
         self,
-        clients: Sequence[ClientData],
         keys: Tensor,
-        sides: Sides,
-        size: int | None,
+        extents: Mapping[str, Extent],
+        take: Take,
         *,
+        steps: int = 1,
         draws: int = 1,
         epochs: bool = False,
         paired: bool = False,
-        device: str = "cpu",
     ) -> None:
-        self.clients, self.keys, self.sides, self.size = clients, keys, SIDES[sides], size
-        self.draws, self.epochs, self.paired, self.device = draws, epochs, paired, device
+        self.keys, self.extents, self.take = keys, extents, take
+        self.steps, self.draws, self.epochs, self.paired = steps, draws, epochs, paired
         self.samples = 0  # drawn so far, by each client that is still active
-        self._full: dict[str, Data] = {}
+        self._whole: dict[str, Data] = {}
+        self._ahead: dict[tuple[str, int], tuple[int, Tensor]] = {}
 
     def at(self, k: int, active: int) -> Any:
         """The batches of step k, for the first `active` clients."""
-        keys = self.keys[:active]
         drawn = []
         for draw in range(self.draws):
-            streams = [0 if self.paired else j for j in range(len(self.sides))]
-            parts = {
-                side: self._side(side, fold_in(keys, stream), k, draw, active)
-                for stream, side in zip(streams, self.sides, strict=True)
-            }
-            rng = fold_in(fold_in(fold_in(keys, 2), k), draw)
-            drawn.append(Batch(**parts, rng=rng.to(self.device)))
+            parts = {side: self._side(side, k, draw, active) for side in self.extents}
+            drawn.append(Batch(**parts, rng=self._rng(k, draw)[:active]))
         return tuple(drawn) if self.draws > 1 else drawn[0]
 
-    def _side(self, side: str, keys: Tensor, k: int, draw: int, active: int) -> Data:
-        sizes = [client.size(side) for client in self.clients[:active]]
-        count = _count(self.clients[0], side, self.size)
-        if count == sizes[0]:
-            if side not in self._full:
-                self._full[side] = self._gather(side, [slice(None)] * len(self.clients))
+    def _side(self, side: str, k: int, draw: int, active: int) -> Data:
+        count, size, _ = self.extents[side]
+        if count == size:
+            if side not in self._whole:
+                self._whole[side] = self.take(side, None)
             self.samples += count
-            return like(self._full[side], [stack[:active] for _, stack in leaves(self._full[side])])
-        if self.epochs:
-            epoch, place = divmod(k, -(-sizes[0] // count))
-            order = rows(fold_in(fold_in(keys, epoch), draw), sizes, sizes[0])
-            chosen = order[:, place * count : (place + 1) * count]
-        else:
-            chosen = rows(fold_in(fold_in(keys, k), draw), sizes, count)
+            whole = self._whole[side]
+            return like(whole, [stack[:active] for _, stack in leaves(whole)])
+        epoch, place = divmod(k, -(-size // count)) if self.epochs else (k, 0)
+        chosen = self._indices(side, epoch, draw)[:active, place * count : (place + 1) * count]
         self.samples += chosen.shape[1]
-        return self._gather(side, list(chosen))
+        return self.take(side, chosen)
 
-    def _gather(self, side: str, indices: Sequence[slice | Tensor]) -> Data:
-        data = [getattr(client, side) for client, _ in zip(self.clients, indices, strict=False)]
-        columns = zip(*([tensor for _, tensor in leaves(d)] for d in data), strict=True)
-        stacks = [torch.stack([tensor[i] for tensor, i in zip(column, indices, strict=True)]) for column in columns]
-        return like(data[0], [stack.to(self.device) for stack in stacks])
+    def _indices(self, side: str, turn: int, draw: int) -> Tensor:
+        """What everyone draws in one step, or in one pass over the data."""
+        count, size, sizes = self.extents[side]
+        turns = -(-self.steps // -(-size // count)) if self.epochs else self.steps
+        stream = 0 if self.paired else list(self.extents).index(side)
 
+        def drawn(keys: Tensor) -> Tensor:
+            return rows(keys, size, size if self.epochs else count, None if isinstance(sizes, tuple) else sizes)
 
-def _count(client: ClientData, side: str, size: int | None) -> int:
-    """Samples a batch; a batch larger than the client's data is its full batch."""
-    return client.size(side) if size is None else min(size, client.size(side))
+        return self._look_ahead(side, stream, turn, draw, turns, max(1, DRAWN // (size * len(self.keys))), drawn)
+
+    def _rng(self, k: int, draw: int) -> Tensor:
+        return self._look_ahead("rng", 2, k, draw, self.steps, DRAWN, lambda keys: keys)
+
+    def _look_ahead(
+        self, what: str, stream: int, turn: int, draw: int, turns: int, most: int, of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What comes of everyone's keys in one turn, computed with that of up to `most` turns to come."""
+        first, ahead = self._ahead.get((what, draw), (0, self.keys[:0]))
+        if not first <= turn < first + len(ahead):
+            some = torch.arange(turn, min(turns, turn + most), device=self.keys.device)
+            ahead = of(fold_in(fold_in(fold_in(self.keys, stream), some.unsqueeze(-1)), draw))
+            first, self._ahead[what, draw] = turn, (turn, ahead)
+        return ahead[turn - first]
 
 
 def passes(samples: int, size: int | None, epochs: int) -> int:
@@ -88,15 +113,9 @@ def passes(samples: int, size: int | None, epochs: int) -> int:
 
 def shape(client: ClientData, sides: Sides, size: int | None, epochs: bool = False) -> Hashable:
     """Clients of equal shape can be stacked: their batches hold as many samples, of the same form."""
-    return tuple(
-        (
-            client.size(side) if epochs else None,
-            count := _count(client, side, size),
-            count == client.size(side),
-            name,
-            tensor.shape[1:],
-            tensor.dtype,
-        )
-        for side in SIDES[sides]
-        for name, tensor in leaves(getattr(client, side))
-    )
+    found = []
+    for side in SIDES[sides]:
+        samples, form = client.forms[side]
+        count = samples if size is None else min(size, samples)
+        found.append((samples if epochs else None, count, count == samples, form))
+    return tuple(found)

@@ -13,21 +13,28 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
+from fedbilevel.federation import ranks
 from fedbilevel.federation.base import ClientError, log, wrong
-from fedbilevel.federation.batches import Batches, shape
+from fedbilevel.federation.batches import Batches, Extent, Take, extents, shape
+from fedbilevel.federation.features import Tables, embedded, look_up
+from fedbilevel.federation.graphs import Graphs, Program, kinds
+from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
-from fedbilevel.oracle import Oracle
+from fedbilevel.federation.pool import Apart, Pool, Pools, together
+from fedbilevel.oracle import Features, Oracle
 from fedbilevel.phase import Epochs, Message, Phase
-from fedbilevel.problem import ClientData, Problem
+from fedbilevel.problem import ClientData, Data, Problem, leaves, like
 from fedbilevel.submodels import Submodel
-from fedbilevel.trace import Flat, trace
+from fedbilevel.trace import Flat, compiled, trace
 from fedbilevel.tree import nbytes
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
 MEASURES = ("footprints", "measured", "uses")
+RECORD_FROM = 2  # uses of a task
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
+STACK_BELOW = 1e7  # operations of a client's largest convolution
 TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
 
 
@@ -89,11 +96,13 @@ class Part(NamedTuple):
 
 
 Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
+Known = dict[Hashable, tuple[pytree.TreeSpec, str, Took]]
 
 
 class Clients:
     """Runs tasks of one phase. mode: "stack" runs those of equal batch shape together, in chunks that stay under
-    `memory` bytes; "loop" runs them one by one, for debugging and for losses that `vmap` cannot take."""
+    `memory` bytes (on a CPU one by one if their convolutions are large); "loop" runs them one by one and as they are
+    written, for debugging and for losses that `vmap` cannot take."""
 
     def __init__(
         self,
@@ -104,27 +113,44 @@ class Clients:
         device: str,
         mode: str,
         memory: int,
+        compile_: bool = False,
     ) -> None:
         self.problem, self.data, self.algorithm, self.environment = problem, data, algorithm, environment
-        self.device, self.mode, self.memory = device, mode, memory
-        self.memories: dict[int, dict[str, Any]] = {}  # what clients keep for themselves
+        self.device, self.mode, self.memory, self.compile = device, mode, memory, compile_
+        self.memories = Memories(device, memory)  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
         self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
-        self.names: dict[Hashable, tuple[str, str]] = {}  # of the kinds of steps, in either sense
+        self.names: dict[Hashable, str] = {}
+        self.parts: dict[Hashable, tuple[str, str]] = {}  # the names of a part of a task: of a stack's, of a client's
         self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
+        self.held: dict[int, ClientData] = {}  # what the clients hold that are at work
+        self.on_gpu = device != "cpu"
+        self.pools = Pools(memory if self.on_gpu else 0, device)
+        self.graphs = Graphs()
+        self.tables = Tables(problem)
+
+    def mark(self) -> dict[str, Any]:
+        # Chunks and traces round differently: a resumed run must cut and trace the same ones.
+        return {"memories": self.memories.mark(), **{name: dict(getattr(self, name)) for name in MEASURES}}
+
+    def back(self, mark: Mapping[str, Any]) -> None:
+        self.memories.back(mark["memories"])
+        for name in MEASURES:
+            setattr(self, name, dict(mark[name]))
 
     def snapshot(self) -> dict[str, Any]:
-        # Chunks and traces round differently: a resumed run must cut and trace the same ones.
-        return {name: dict(getattr(self, name)) for name in ("memories", *MEASURES)}
+        return {**self.mark(), "memories": self.memories.save()}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        self.memories = pytree.tree_map(lambda t: t.to(self.device), dict(snapshot["memories"]))
-        for name in MEASURES:
-            setattr(self, name, dict(snapshot[name]))
+    def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
+        """Of every rank; other ranks than then stack other clients, and so measure anew what the first had not."""
+        self.memories.restore([snapshot["memories"] for snapshot in snapshots])
+        own = snapshots[ranks.rank() if len(snapshots) == ranks.size() else 0]
+        self.back({**own, "memories": self.memories.mark()})
 
     def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
+        self.held = {w.client: self.client(w.exchange, w.client) for w in work}
         for turn in _turns(work):
             for chunk in self._chunks(turn):
                 for part in self._run(chunk):
@@ -148,17 +174,15 @@ class Clients:
             raise TypeError(f"phase {phase!r} remembers; its finish must return a memory beside its reply")
         memory = part.values.pop("memory")
         for j, w in enumerate(part.work):
-            self.memories.pop(w.client, None)
-            if memory:
-                self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
+            self.memories[w.client] = pytree.tree_map(lambda t, j=j: t[j].clone(), memory)
 
     def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
         groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
         for w in work:
-            role, data = w.exchange.role, self.client(w.exchange, w.client)
+            role, data = w.exchange.role, self.held[w.client]
             form = shape(data, role.batch, w.exchange.batch_size(self.environment), isinstance(role.steps, Epochs))
-            sent = (w.exchange.form, _form(dict(w.each)), _form(self._recall(w)))
+            sent = (w.exchange.form, _form(w.each), _form(self._recall(w)))
             # A schedule gives every iteration settings of its own.
             groups[(w.exchange.phase, form, sent), id(w.exchange.settings)].append(w)
         for (kind, _), group in groups.items():
@@ -170,11 +194,13 @@ class Clients:
     def _footprint(self, kind: str, group: list[Assignment]) -> int:
         """Bytes that a client takes in a stack: two steps of the two largest ones are run and measured."""
         if kind not in self.footprints:
-            group = sorted(group, key=lambda w: self.data[w.client].size("train") + self.data[w.client].size("val"))
+            group = sorted(group, key=lambda w: self.held[w.client].size("train") + self.held[w.client].size("val"))
             steps = min(2, max(w.steps for w in group))
             with Meter() as meter:
                 self._run([w._replace(steps=steps) for w in group[-2:]])
-            self.footprints[kind] = max(meter.peak_bytes // 2, 1)
+            # A stack turns convolutions into grouped ones, which are slower on a CPU: there large ones are not stacked.
+            apart = not self.on_gpu and meter.convolution // 2 > STACK_BELOW
+            self.footprints[kind] = self.memory if apart else max(meter.peak_bytes // 2, 1)
         return self.footprints[kind]
 
     def _run(self, work: list[Assignment]) -> list[Part]:
@@ -196,18 +222,10 @@ class Clients:
         return cast(list[Part], run)
 
     def _run_stack(self, work: list[Assignment], lift: Lift) -> Iterator[Part]:
-        """start, step, finish for a stack. Step k runs on the prefix of clients that take more than k steps."""
+        """start, step, finish for a stack, whose longest tasks come first."""
         exchange, role = work[0].exchange, work[0].exchange.role
-        data, keys = [self.data[w.client] for w in work], torch.tensor([w.key for w in work])
-        batches = Batches(
-            *(data, keys, role.batch, exchange.batch_size(self.environment)),
-            draws=role.draws,
-            epochs=isinstance(role.steps, Epochs),
-            paired=self.problem.lower_level == "private",
-            device=self.device,
-        )
+        data, lengths = [self.held[w.client] for w in work], [w.steps for w in work]
         dtype = next(iter(self.problem.x.values())).dtype
-        steps = torch.tensor([w.steps for w in work], dtype=dtype, device=self.device)
 
         def tensor(value: Any) -> Tensor:
             return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=self.device)
@@ -215,39 +233,161 @@ class Clients:
         def stack(*values: Any) -> Tensor:
             return torch.stack([tensor(value) for value in values])
 
-        shared, own = exchange.shared, _stacked([dict(w.each) for w in work], stack)
+        shared, own = (
+            pytree.tree_map(lambda v: tensor(v) if isinstance(v, float) else v, dict(exchange.shared)),
+            _stacked([dict(w.each) for w in work], stack),
+        )
         places = {e: place for place, e in enumerate(dict.fromkeys(w.exchange for w in work))}
         if len(places) > 1:  # not everyone was sent the same
             sent, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
             shared, own = {}, {**pytree.tree_map(lambda t: t[rows], sent), **own}
+        held = extents(data, role.batch, exchange.batch_size(self.environment), self.device)
+        numbers = [w.client for w in work]
+        features, embedding = self._features(work, held) if self._embeds(exchange) else ({}, Took())
+        drawn = {side: extent for side, extent in held.items() if side not in features}
+        found = {
+            side: self._pool(side, data, numbers, lengths[0] * role.draws, extent) for side, extent in drawn.items()
+        }
+        pools = {side: place for side, place in found.items() if place}
+        inputs = {
+            "shared": shared,
+            "own": own,
+            "memory": _stacked([self._recall(w) for w in work], stack),
+            "steps": torch.tensor(lengths, dtype=dtype).to(self.device),
+            "keys": torch.tensor([w.key for w in work]).to(self.device),
+            "extents": held,
+            "starts": {side: starts for side, (_, starts) in pools.items()},
+            "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
+            "features": features,
+        }
+        others = {side: Apart([getattr(d, side) for d in data]) for side in drawn if side not in pools}
+
+        def program(given: Any) -> tuple[Any, Any]:
+            def take(side: str, indices: Tensor | None) -> Any:
+                if side in given["features"]:
+                    return look_up(given["features"][side], indices)
+                if side in others:
+                    return others[side].take(indices)
+                return pools[side][0].take(indices, given["starts"][side], given["extents"][side].most)
+
+            return self._program(exchange, lift, given, take)
+
+        replies, spent = self._recorded(exchange, program, inputs) if self.on_gpu else program(inputs)
+        start = 0
+        for length, count in Counter(lengths).items():
+            end = start + count
+            values = pytree.tree_map(lambda t, rows=slice(start, end): t[rows], replies)
+            took = spent[length]._replace(peak_bytes=spent[length].peak_bytes + nbytes(features) // len(work))
+            yield Part(work[start:end], values, took.then(embedding))
+            start = end
+
+    def _pool(
+        self, side: str, data: Sequence[ClientData], numbers: list[int], batches: int, extent: Extent
+    ) -> tuple[Pool, Tensor] | None:
+        """One place in which the samples of a stack lie, and where each client's begin; None if it does not pay."""
+        if not self.on_gpu and (found := together([getattr(client, side) for client in data])):
+            return found
+        # In memory it costs a copy of all samples: it pays if as many are drawn, a few at a time.
+        if self.on_gpu or extent.batch < extent.most <= batches * extent.batch:
+            return self.pools.bring(side, numbers, data)
+        return None
+
+    def _recorded(self, exchange: Exchange, program: Program, inputs: Any) -> Any:
+        """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as in `_step`."""
+        if exchange.settings is not self.algorithm:  # a schedule's numbers would be frozen
+            return program(inputs)
+        leaves, form = pytree.tree_flatten(inputs)
+        name = self._name((exchange.phase, "task", form, kinds(leaves)))
+        self.uses[name] = self.uses.get(name, 0) + 1
+        if self.uses[name] <= RECORD_FROM:
+            return program(inputs)
+        where = tuple(tensor.data_ptr() for pool in self.pools.pools.values() for tensor in pool.tensors)
+        return self.graphs.run(name, where, program, leaves, form)
+
+    def _embeds(self, exchange: Exchange) -> bool:
+        """Whether every sample is embedded once beforehand: where x stays and every sample is looked at."""
+        role = exchange.role
+        all_of_them = exchange.batch_size(self.environment) is None or isinstance(role.steps, Epochs)
+        return role.fixed_x and all_of_them and self.problem.embeds_samples and "x" in exchange.shared
+
+    def _features(self, work: list[Assignment], held: Mapping[str, Extent]) -> tuple[dict[str, Data], Took]:
+        """The features of a stack of clients, and what it takes a client to find its own, in every task anew."""
+        at, numbers = [w.exchange.shared["x"] for w in work], [w.client for w in work]
+        found, took = {}, Took()
+        for side, (batch, _, _) in held.items():
+            data = [self._here(side, number) for number in numbers]
+            kind = self._name(("embed", work[0].exchange.form, batch, side, _form({"": data[0]})))
+            if kind not in self.measured:
+                with Meter() as meter:
+                    embedded(self.problem, at[0], data[0], batch)
+                piece = [tensor[:batch] for _, tensor in leaves(data[0])]
+                self.measured[kind] = (meter.flops, nbytes([at[0], piece]) + meter.peak_bytes)
+            flops, peak_bytes = self.measured[kind]
+            took = took.then(Took(flops=flops, peak_bytes=peak_bytes))
+            found[side] = self.tables.find(side, at, numbers, data, batch)
+        return found, took
+
+    def _here(self, side: str, client: int) -> Data:
+        """A client's samples on the device."""
+        data = getattr(self.held[client], side)
+        if not self.on_gpu:
+            return data  # type: ignore[no-any-return]
+        pool, (start,) = self.pools.bring(side, [client], [self.held[client]])
+        return like(data, [tensor[start : start + len(leaves(data)[0][1])] for tensor in pool.tensors])
+
+    def _program(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
+        """The replies of a stack, and what tasks of 0, 1, 2, ... steps took.
+
+        Step k runs on the clients that take more than k steps: on the first of the stack, or, on a GPU, on all, and
+        those who are done stay where they are. There a stack of one size is worth more than the work that is saved.
+        """
+        role, lengths = exchange.role, given["lengths"]
+        batches = Batches(
+            *(given["keys"], given["extents"], take),
+            steps=lengths[0],
+            draws=role.draws,
+            epochs=isinstance(role.steps, Epochs),
+            paired=self.problem.lower_level == "private",
+        )
 
         def start(own: Any, memory: Any, steps: Tensor) -> Any:
             remembered = {"memory": memory} if role.remembers else {}
-            return role.start(Message(**shared, **own, **remembered, steps=steps))
+            return role.start(Message(**given["shared"], **own, **remembered, steps=steps))
 
-        memory = _stacked([self._recall(w) for w in work], stack)
-        letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(shared) if isinstance(leaf, Tensor)]
-        took = self._took(exchange, "start", lambda _, *args: start(*args), letter, own, memory, steps)
-        carry = lift(start)(own, memory, steps)
-        active, done = len(work), []
-        for k in range(work[0].steps):
-            still = sum(w.steps > k for w in work)
-            if still < active:
-                ended = pytree.tree_map(lambda t, still=still: t[still:], carry)
-                done.append((work[still:active], ended, took._replace(samples=batches.samples)))
-                carry = pytree.tree_map(lambda t, still=still: t[:still], carry)
-                active = still
-            carry, more = self._step(exchange, "step" if k else "first", carry, batches.at(k, active), lift)
-            took = took.then(more)
-        for part, final, before in [(work[:active], carry, took._replace(samples=batches.samples)), *done]:
-            last = self._took(exchange, "finish", role.finish, final)
-            yield Part(part, lift(role.finish)(final), before.then(last))
+        sent = given["own"], given["memory"], given["steps"]
+        letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(given["shared"]) if isinstance(leaf, Tensor)]
+        spent = [self._took(exchange, "start", lambda _, *args: start(*args), letter, *sent)]
+        carry, form = pytree.tree_flatten(lift(start)(*sent))  # flat, because it comes through every step
+        known: Known = {}
+        done = []
+        for k in range(lengths[0]):
+            if not self.on_gpu and (still := sum(length > k for length in lengths)) < len(carry[0]):
+                done.append(([t[still:] for t in carry], form))
+                carry = [t[:still] for t in carry]
+            batch = batches.at(k, len(carry[0]))
+            if given["features"]:
+                batch = Features(*batch) if role.draws == 1 else tuple(Features(*part) for part in batch)
+            stepped, form, more = self._step(exchange, "step" if k else "first", carry, form, batch, lift, known)
+            carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
+            spent.append(spent[-1].then(more)._replace(samples=batches.samples))
+        carries = [pytree.tree_unflatten(*final) for final in [(carry, form), *reversed(done)]]
+        last = self._took(exchange, "finish", role.finish, carries[0])
+        replies = [lift(role.finish)(final) for final in carries]
+        whole = pytree.tree_map(lambda *parts: torch.cat(parts), *replies) if done else replies[0]
+        return whole, [took.then(last) for took in spent]
+
+    def _name(self, key: Hashable) -> str:
+        """A short name, the same in every process."""
+        if key not in self.names:
+            self.names[key] = blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        return self.names[key]
 
     def _took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
-        return self._use(exchange, place, fn, *pytree.tree_flatten(args))[1]
+        values, form = pytree.tree_flatten(args)
+        return self._use(exchange, place, lambda *values: fn(*pytree.tree_unflatten(values, form)), values, form)[1]
 
     def _use(
-        self, exchange: Exchange, place: str, fn: Callable[..., Any], values: list[Tensor], form: pytree.TreeSpec
+        self, exchange: Exchange, place: str, fn: Callable[..., Any], values: list[Tensor], form: Hashable
     ) -> tuple[str, Took]:
         """The name of a part of a task, by its shapes, and what it takes of one client.
 
@@ -255,53 +395,73 @@ class Clients:
         would, and a trace leaves out what is computed for nothing.
         """
         key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
-        if (names := self.names.get(key)) is None:
+        if key not in self.parts:
             one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
-            self.names[key] = names = (_digest(key), _digest(one))
-        name, kind = names
+            self.parts[key] = self._name(key), self._name(one)
+        name, kind = self.parts[key]
         if kind not in self.measured:
             alone = [value[:1] for value in values]
             with Meter() as meter:
-                single(fn)(*pytree.tree_unflatten(alone, form))
+                single(fn)(*alone)
             self.measured[kind] = (meter.flops, nbytes(alone) + meter.peak_bytes)
         flops, peak_bytes = self.measured[kind]
         return name, Took(flops=flops, peak_bytes=peak_bytes)
 
-    def _step(self, exchange: Exchange, place: str, carry: Any, batch: Any, lift: Lift) -> tuple[Any, Took]:
-        """One step of a stack, and what each client spent on it.
+    def _step(
+        self,
+        exchange: Exchange,
+        place: str,
+        carry: list[Tensor],
+        form: pytree.TreeSpec,
+        batch: Any,
+        lift: Lift,
+        known: Known,
+    ) -> tuple[list[Tensor], pytree.TreeSpec, Took]:
+        """One step of a stack, and what each client spent on it. `known`: steps of this task, by what is quick to tell.
 
         Once it has been used often the step is traced, and replayed from then on. How often is in the checkpoint: a
         resumed run makes the same choice, and so the same bits, as one that was never stopped.
         """
-        values, form = pytree.tree_flatten((carry, batch))
-        oracle, step = Oracle(self.problem), getattr(exchange.role, place)
+        drawn, drawn_form = pytree.tree_flatten(batch)
+        values, oracle, step = [*carry, *drawn], Oracle(self.problem), getattr(exchange.role, place)
         after = form
+
+        def one(*values: Tensor) -> Any:
+            c, b = values[: len(carry)], values[len(carry) :]
+            return step(pytree.tree_unflatten(c, form), oracle, pytree.tree_unflatten(b, drawn_form))
 
         def flat(*values: Tensor) -> list[Tensor]:
             nonlocal after
             oracle.gradients = 0  # a trace may take two passes
-            stepped = lift(lambda c, b: step(c, oracle, b))(*pytree.tree_unflatten(values, form))
-            leaves, after = pytree.tree_flatten(stepped)
+            leaves, after = pytree.tree_flatten(lift(one)(*values))
             return leaves
 
-        name, took = self._use(exchange, place, lambda c, b: step(c, oracle, b), values, form)
+        def plainly() -> tuple[list[Tensor], pytree.TreeSpec, Took]:
+            stepped = flat(*values)
+            return stepped, form if after == form else after, took._replace(gradients=oracle.gradients)
+
+        key = (place, id(form), tuple((value.shape, value.stride()) for value in values))
+        if key not in known:  # with its form, so that no other gets that id
+            known[key] = form, *self._use(exchange, place, one, values, (form, drawn_form))
+        _, name, took = known[key]
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
-        large = self.device == "cpu" and took.flops * len(values[0]) > TRACE_BELOW
-        if lift is not stacked or moving or large:
-            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
+        large = not self.on_gpu and took.flops * len(values[0]) > TRACE_BELOW
+        if self.mode == "loop" or moving or large or (self.on_gpu and not self.graphs.recording):
+            return plainly()
         self.uses[name] = self.uses.get(name, 0) + 1
-        if self.uses[name] <= TRACE_FROM:
-            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
+        if self.uses[name] <= TRACE_FROM and not self.on_gpu:
+            return plainly()
         if name not in self.traces:
             try:
-                self.traces[name] = (trace(flat, values), after, oracle.gradients)
+                traced = (compiled if self.compile else trace)(flat, values)
+                self.traces[name] = (traced, after, oracle.gradients)
             except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
                 log.info("phase %r is not traced: %s", exchange.phase, _first_line(error))
                 self.traces[name] = None
-        if (traced := self.traces[name]) is None:
-            return pytree.tree_unflatten(flat(*values), after), took._replace(gradients=oracle.gradients)
-        run, after, gradients = traced
-        return pytree.tree_unflatten(run(*values), after), took._replace(gradients=gradients)
+        if (found := self.traces[name]) is None:
+            return plainly()
+        run, after, gradients = found
+        return list(run(*values)), after, took._replace(gradients=gradients)
 
 
 def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
@@ -318,17 +478,19 @@ def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
 
 def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
     """Where clients remember, their tasks follow each other: each may leave a memory for the next."""
+    if not work or not work[0].exchange.role.remembers:
+        return [work]
     turns: dict[int, list[Assignment]] = defaultdict(list)
     before: Counter[int] = Counter()
     for w in work:
         turns[before[w.client]].append(w)
-        before[w.client] += w.exchange.role.remembers
+        before[w.client] += 1
     return turns.values()
 
 
 def _form(values: Mapping[str, Any]) -> str:
     """What can be stacked has the same form."""
-    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), values)) if values else ""
+    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(values))) if values else ""
 
 
 def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
@@ -336,9 +498,9 @@ def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict
     return pytree.tree_map(stack, *values) if values[0] else {}
 
 
-def _digest(key: Hashable) -> str:
-    """A short name, the same in every process."""
-    return blake2b(repr(key).encode(), digest_size=8).hexdigest()
+def _moved(which: Tensor, new: Any, old: Any) -> Any:
+    """The new values of those clients, the old ones of the others."""
+    return pytree.tree_map(lambda n, o: torch.where(which.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)
 
 
 def _first_line(error: BaseException) -> str:

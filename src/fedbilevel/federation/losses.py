@@ -105,5 +105,5 @@ def _some(data: Data, key: Tensor, count: int) -> Data:
     size = len(leaves(data)[0][1])
     if size <= count:
         return data
-    some = rows(key.unsqueeze(0), [size], count)[0]
+    some = rows(key, size, count)
     return like(data, [tensor[some] for _, tensor in leaves(data)])

@@ -15,7 +15,8 @@ aten = torch.ops.aten
 
 
 class Meter(TorchDispatchMode):
-    """Within, `flops` counts operations and `peak_bytes` is the most that new tensors took at any moment.
+    """Within, `flops` counts operations and `peak_bytes` is the most that new tensors took at any moment;
+    `convolution` has the operations of the largest convolution.
 
     Multiplications and additions of matrix products and convolutions are counted, as `torch.utils.flop_counter` does;
     elementwise work is not. A tensor counts from when it is made until its storage is freed.
@@ -23,14 +24,16 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.peak_bytes = 0
+        self.flops = self.peak_bytes = self.convolution = 0
         self._alive = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if formula := FORMULAS.get(func._overloadpacket):
-            self.flops += formula(*args, **kwargs, out_val=made)
+            self.flops += (flops := formula(*args, **kwargs, out_val=made))
+            if func._overloadpacket is aten.convolution:
+                self.convolution = max(self.convolution, flops)
         given = {storage._cdata for storage in _storages((*args, *kwargs.values()))}  # of views, and of what is changed
         for storage in _storages((made,)):
             if storage._cdata not in given:

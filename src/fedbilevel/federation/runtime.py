@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -137,20 +138,30 @@ class Runtime(ABC):
         return found
 
     def mark(self) -> dict[str, Any]:
-        """Everything but the state that the next iteration depends on or adds to, to go `back` to."""
-        return {"ledger": asdict(self.ledger), **{name: copy(getattr(self, name)) for name in self.KEPT}}
+        """Everything but the state that the next iteration depends on or adds to, to go `back` to until the next."""
+        return {"ledger": self.ledger.mark(), **self._kept()}
 
     def back(self, mark: Mapping[str, Any]) -> None:
-        self.ledger = Ledger.load(mark["ledger"])
+        self.ledger.back(mark["ledger"])
+        self._keep(mark)
+
+    def _kept(self) -> dict[str, Any]:
+        return {name: copy(getattr(self, name)) for name in self.KEPT}
+
+    def _keep(self, kept: Mapping[str, Any]) -> None:
         for name in self.KEPT:
-            setattr(self, name, copy(mark[name]))
+            setattr(self, name, copy(kept[name]))
 
     def snapshot(self) -> dict[str, Any]:
         """The same as plain values and tensors, for a file."""
-        return {**self.mark(), "heard": sorted(self.heard)}
+        return {"ledger": asdict(self.ledger), **self._kept(), "heard": sorted(self.heard)}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        self.back({**snapshot, "heard": set(snapshot["heard"])})
+        self.ledger = Ledger.load(snapshot["ledger"])
+        self._keep({**snapshot, "heard": set(snapshot["heard"])})
+
+    def keep_in(self, folder: Path) -> None:  # noqa: B027  (there may be nothing to put there)
+        """Where to put, from now on, what would make every checkpoint large."""
 
     def _assign(
         self, phase: str, clients: Sequence[int], each: Each, submodels: Submodels, shared: Mapping[str, Any]

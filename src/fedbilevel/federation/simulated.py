@@ -9,16 +9,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel import checks
+from fedbilevel import checks, devices
 from fedbilevel.environment import Environment
+from fedbilevel.federation import ranks
 from fedbilevel.federation.base import Each, Replies, Values, join, row, wrong
-from fedbilevel.federation.clients import Assignment, Clients, Exchange, on_client
+from fedbilevel.federation.clients import Assignment, Clients, Exchange, Part, Took, on_client
 from fedbilevel.federation.losses import Losses
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel, chosen
 from fedbilevel.problem import ClientData, Problem, client_weights
@@ -47,8 +49,10 @@ class Ending(NamedTuple):
 class SimulatedFederation(Runtime):
     """Runs an algorithm's phases on clients held in memory (any sequence; a lazy one is asked only for the cohort).
 
-    mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes; "loop" runs them
-    one by one, for debugging and for losses that `vmap` cannot take. Both see the same draws and agree to rounding.
+    mode: "stack" runs clients of equal batch shape together, in chunks that stay under `memory` bytes (by default two
+    gigabytes, or a quarter of a GPU); "loop" runs them one by one, for debugging and for losses that `vmap` cannot
+    take. Both see the same draws and agree to rounding. Of what clients remember as many bytes are held in memory,
+    the rest in a file.
 
     The clock is virtual: an `ask` takes as long as its slowest client, a posted task is due when its client's delay is
     over. What a posted task computes depends only on what was sent, so it is evaluated when it is first needed,
@@ -68,7 +72,9 @@ class SimulatedFederation(Runtime):
         seed: int = 0,
         device: str = "cpu",
         mode: Literal["stack", "loop"] = "stack",
-        memory: int = 2**31,
+        memory: int | None = None,
+        precision: Literal["fp32", "bf16"] = "fp32",
+        compile: bool = False,
     ) -> None:
         super().__init__(problem, len(clients), algorithm, environment, seed, device)
         self.clients = clients
@@ -76,7 +82,9 @@ class SimulatedFederation(Runtime):
         self.mode = checks.one_of("mode", mode, ("stack", "loop"))
         episode = self.environment.batch_size if problem.lower_level == "private" else None
         on_client(0, "before round 1", lambda: problem.check(clients[0], device, episode))
-        self.engine = Clients(problem, clients, algorithm, self.environment, device, self.mode, memory)
+        room = devices.stack_bytes(device) if memory is None else memory
+        coarse = problem.rounded(precision)
+        self.engine = Clients(coarse, clients, algorithm, self.environment, device, self.mode, room, compile)
         self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
         self.pending: dict[int, Assignment] = {}  # those of them that are yet to be evaluated
         self.ready: dict[int, Ready] = {}  # what the others have computed
@@ -115,17 +123,21 @@ class SimulatedFederation(Runtime):
             self.ledger, self.free_at = ledger, free_at
 
     def mark(self) -> dict[str, Any]:
-        return {**super().mark(), **self.engine.snapshot()}
+        return {**super().mark(), "engine": self.engine.mark()}
 
     def back(self, mark: Mapping[str, Any]) -> None:
         super().back(mark)
-        self.engine.restore(mark)
+        self.engine.back(mark["engine"])
+
+    def keep_in(self, folder: Path) -> None:
+        self.engine.memories.folder = folder
 
     def snapshot(self) -> dict[str, Any]:
         exchanges = list({id(w.exchange): w.exchange for w in self.flying.values()}.values())
         places = {id(exchange): place for place, exchange in enumerate(exchanges)}
         return {
             **super().snapshot(),
+            "engines": ranks.gather(self.engine.snapshot()),
             "exchanges": [
                 (e.phase, dict(e.shared), e.round, e.iteration, dict(e.submodel.kept) if e.submodel else None)
                 for e in exchanges
@@ -159,6 +171,7 @@ class SimulatedFederation(Runtime):
                 "endings": [Ending(*ending) for ending in snapshot["endings"]],
             }
         )
+        self.engine.restore(snapshot["engines"])
 
     def ask(
         self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
@@ -170,13 +183,48 @@ class SimulatedFederation(Runtime):
         lost = {ending.number for ending in endings if ending.lost}
         if exchange.role.remembers:  # what was posted before comes before
             self._evaluate([w for w in map(self.pending.get, clients) if w])
-        for part in self.engine.run(_computed(work, lost)):
-            self._count(part.work, [part.took] * len(part.work))
-            kept = [j for j, w in enumerate(part.work) if w.number not in lost]
-            self._accept(*chosen(part.work, part.values, kept), replies)
+        self._answer(_computed(work, lost), lost, replies)
         for ending in sorted(endings):
             self._end(ending, replies)
         return self._quorum(len(work), replies)
+
+    def _answer(self, work: list[Assignment], lost: set[int], replies: Replies) -> None:
+        """Compute these tasks and take the replies of those that are not lost.
+
+        Where replies are only summed, every rank takes those of its own clients, and the sums are added up; otherwise
+        every rank takes them all.
+        """
+
+        def take(part: Part) -> tuple[list[int], Took, int]:
+            kept = [j for j, w in enumerate(part.work) if w.number not in lost]
+            self._add(*chosen(part.work, part.values, kept), replies)
+            return [w.number for w in part.work], part.took, nbytes(part.values) // len(part.work)
+
+        if replies.role.summed:
+            own = [w for w in work if ranks.mine(w.client)]
+            notes = list(itertools.chain(*ranks.agree(lambda: [take(part) for part in self.engine.run(own)])))
+            replies.merge()
+        else:
+            notes = [take(part) for part in self._run(work)]
+        tasks = {w.number: w for w in work}
+        for numbers, took, sent in notes:
+            self._count([tasks[number] for number in numbers], [took] * len(numbers))
+            senders = [tasks[number].client for number in numbers if number not in lost]
+            self.ledger.charge(replies.phase, senders, bytes_up=[sent] * len(senders))
+
+    def _run(self, work: list[Assignment]) -> Iterator[Part]:
+        """What all ranks compute, each of its own clients."""
+        if ranks.size() == 1:
+            yield from self.engine.run(work)
+            return
+        own, tasks = [w for w in work if ranks.mine(w.client)], {w.number: w for w in work}
+
+        def compute() -> list[tuple[list[int], Values, Took]]:
+            parts = self.engine.run(own)
+            return [([w.number for w in part.work], ranks.sent(part.values, "cpu"), part.took) for part in parts]
+
+        for numbers, values, took in itertools.chain(*ranks.agree(compute)):
+            yield Part([tasks[number] for number in numbers], ranks.sent(values, self.device), took)
 
     def post(
         self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
@@ -226,7 +274,7 @@ class SimulatedFederation(Runtime):
         if not work:
             return []
         shared = {exchange: nbytes(exchange.shared) for exchange in {w.exchange for w in work}}
-        sent = [shared[w.exchange] + nbytes(dict(w.each)) for w in work]
+        sent = [shared[w.exchange] + (nbytes(dict(w.each)) if w.each else 0) for w in work]
         self.ledger.charge(work[0].exchange.phase, [w.client for w in work], bytes_down=sent)
         if conditions.delay is None and faults is None:
             return [Ending(self.now, w.number, 0, w.client, False) for w in work]
@@ -267,7 +315,7 @@ class SimulatedFederation(Runtime):
         if not missing:
             return
         missing |= dict(itertools.islice(self.pending.items(), AHEAD))
-        for part in self.engine.run(list(missing.values())):
+        for part in self._run(list(missing.values())):
             for j, w in enumerate(part.work):
                 self.ready[w.client] = (row(part.values, j), *part.took)
                 self.pending.pop(w.client, None)

@@ -1,11 +1,12 @@
 """Networks with a `backbone` (outer variable) and a `head` (inner variable), their layers, and what cuts them."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedbilevel import checks
 from fedbilevel.nets.cutting import axes
@@ -24,6 +25,7 @@ __all__ = [
     "resnet12",
     "resnet18",
     "seeded",
+    "stem",
 ]
 
 _GROUP = 4  # channels a normalisation group, so that 64 channels cut to 1/16 are one group
@@ -153,6 +155,25 @@ def _check_widths(name: str, *widths: int) -> None:
 
 def _classifier(backbone: nn.Module, head: nn.Module) -> nn.Module:
     return nn.Sequential(OrderedDict(backbone=backbone, head=head))
+
+
+Call = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+
+
+def stem(net: nn.Module) -> tuple[Call, Call]:
+    """A network in two: its backbone up to the first dropout, which is a function of the samples, and what follows.
+
+    Each is a function of the network's parameters, by name, and of its inputs.
+    """
+    layers = list(net.get_submodule("backbone").named_children())
+    first = next((place for place, (_, layer) in enumerate(layers) if isinstance(layer, Dropout)), len(layers))
+    below, above = (nn.Sequential(OrderedDict(some)) for some in (layers[:first], layers[first:]))
+    return _call(nn.Sequential(OrderedDict(backbone=below))), _call(_classifier(above, net.get_submodule("head")))
+
+
+def _call(part: nn.Module) -> Call:
+    names = [name for name, _ in part.named_parameters()]
+    return lambda parameters, inputs: functional_call(part, {name: parameters[name] for name in names}, (inputs,))
 
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedbilevel.packing import pack, unpack
 
-VERSION = "1"
+VERSION = "2"
 
 
 def save(path: Path, value: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, get_type_hints
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from fedbilevel import algorithms, delays, schedules, tasks
+from fedbilevel import algorithms, delays, devices, schedules, tasks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
 from fedbilevel.federation.conduct import Conduct
@@ -85,7 +85,9 @@ class Runtime(Strict):
     """How a simulation runs; recorded because another choice rounds differently."""
 
     mode: Literal["stack", "loop"] = "stack"
-    memory: Annotated[int, Field(ge=1)] = 2**31
+    memory: Annotated[int, Field(ge=1)] | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
 
 
@@ -219,6 +221,8 @@ def resolve(
 
 def _build(place: str, experiment: Experiment) -> Config:
     """Check every table against what it configures, and fill in the defaults."""
+    device = _sentence(place, "", lambda: devices.chosen(experiment.device))
+    experiment = experiment.model_copy(update={"device": device})
     name, load, full, filled = _options(place, experiment)  # first: an own task may bring its own algorithm
     chosen = dict(experiment.algorithm)
     method, settings = _method(place, "algorithm", chosen.pop("name"), chosen)
@@ -235,7 +239,7 @@ def _build(place: str, experiment: Experiment) -> Config:
         **filled,
         "algorithm": {"name": method.name, **settings},
         "environment": _environment_table(environment),
-        "runtime": {**runtime, "threads": runtime.get("threads", torch.get_num_threads())},
+        "runtime": {"threads": torch.get_num_threads(), "memory": devices.stack_bytes(device), **runtime},
     }
     conduct = _object(place, "conduct", Conduct, experiment.conduct)
     if not experiment.conduct:

@@ -18,6 +18,7 @@ import tomli_w
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fedbilevel.federation import ranks
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.folder import CHECKPOINT, CONFIG, METRICS, SUMMARY
 from fedbilevel.runs.folder import read as read_folder
@@ -42,6 +43,7 @@ class Recorder:
         self.run, self.path, self.config, self.checkpoint_every = run, path, config, checkpoint_every
         self.checkpoint = path / CHECKPOINT
         self._length = 0  # of metrics.jsonl, up to the checkpoint
+        run.fed.keep_in(self.checkpoint.parent)
         check_folder(path, config, resume)
         if self.checkpoint.exists():
             self._restore(checkpoint.load(self.checkpoint))
@@ -50,6 +52,12 @@ class Recorder:
         self.run.after = self._between_iterations
         evaluations = iter(self.run)
         first = [] if self.run.history else [next(evaluations)]  # what fails here fails before anything is written
+        if ranks.rank():  # the first rank writes; the others take part in its checkpoints
+            for metrics in itertools.chain(first, evaluations):
+                self._save_first()
+                yield metrics
+            self._save()
+            return
         with self._folder():
             with self._writing():
                 self.metrics = (self.path / METRICS).open("ab")
@@ -76,6 +84,9 @@ class Recorder:
         with self._writing():
             self.metrics.write(json.dumps(_finite(metrics)).encode() + b"\n")
             self.metrics.flush()
+        self._save_first()
+
+    def _save_first(self) -> None:
         if len(self.run.history) == 1:
             self._save()
 
@@ -132,11 +143,13 @@ class Recorder:
             self._save()
 
     def _save(self) -> None:
-        run = self.run
+        run, federation = self.run, self.run.fed.snapshot()
+        if ranks.rank():
+            return
         value = {
             "state": dict(run.state._asdict()),
             "good": None if run.good is run.state else dict(run.good._asdict()),
-            "federation": run.fed.snapshot(),
+            "federation": federation,
             "metrics_bytes": self.metrics.tell(),
             "status": run.status,
             "reason": run.reason,

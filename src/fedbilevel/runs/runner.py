@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fedbilevel.federation import SimulatedFederation
+from fedbilevel.federation import SimulatedFederation, ranks
 from fedbilevel.federation.runtime import Runtime
 from fedbilevel.runs.config import Config
 from fedbilevel.solve import Run
@@ -21,31 +21,26 @@ def prepare(config: Config, data_dir: Path | None = None) -> Run:
 
 def load(config: Config, data_dir: Path | None = None) -> Task:
     """The task, on a machine that is set up for it."""
-    device = config.experiment.device
     torch.set_num_threads(config.table["runtime"]["threads"])
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise ValueError(f"device is {device!r}; this machine has 'cpu'" + _accelerators())
     return config.load_task(data_dir)
 
 
 def simulation(config: Config, task: Task) -> SimulatedFederation:
-    experiment = config.experiment
+    experiment, device = config.experiment, ranks.device(config.experiment.device)
     return SimulatedFederation(
-        task.problem.to(experiment.device),
+        task.problem.to(device),
         task.clients,
         config.algorithm,
         config.environment,
         weights=experiment.weights,
         seed=experiment.seed,
-        device=experiment.device,
+        device=device,
         mode=experiment.runtime.mode,
-        memory=experiment.runtime.memory,
+        memory=config.table["runtime"]["memory"],
+        precision=experiment.runtime.precision,
+        compile=experiment.runtime.compile,
     )
 
 
 def run_of(config: Config, task: Task, fed: Runtime) -> Run:
     return Run(fed, config.limits, task.evaluate, config.every, config.experiment.stop.test_accuracy)
-
-
-def _accelerators() -> str:
-    return " and 'cuda'" if torch.cuda.is_available() else " only"

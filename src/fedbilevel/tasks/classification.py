@@ -30,8 +30,11 @@ class Dealt(NamedTuple):
     imbalanced: bool = False
 
     def clients(self) -> list[ClientData]:
-        pairs = [[(self.inputs[part], self.labels[part]) for part in split] for split in self.splits]
-        return [ClientData(train=train, val=val) for train, val in pairs]
+        """Each client's samples are parts of one tensor, so that a batch of many clients is one look-up in it."""
+        parts = [part for split in self.splits for part in split]
+        order, sizes = torch.cat(parts), [len(part) for part in parts]
+        sides = list(zip(self.inputs[order].split(sizes), self.labels[order].split(sizes), strict=True))
+        return [ClientData(train=train, val=val) for train, val in zip(sides[::2], sides[1::2], strict=True)]
 
     def network(self, name: str, hidden: int, seed: int, head_layers: int = 1, dropout: float = 0.0) -> nn.Module:
         """A network for these inputs and classes: mlp (of `hidden` units), cnn (LeNet-5) or resnet18."""

@@ -186,4 +186,4 @@ class Learner:
 
 def shuffled(keys: Tensor, count: int) -> Tensor:
     """The numbers below `count` in a random order for each key."""
-    return rows(keys, [count], count)
+    return rows(keys, count, count)

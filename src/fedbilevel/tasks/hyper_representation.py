@@ -51,13 +51,17 @@ def hyper_representation(
         data, data_dir, partition, alpha, clients, validation, samples=samples, test_samples=test_samples, seed=seed
     )
     net = dealt.network(model, hidden, seed, head_layers, dropout)
-    apply, x, y = split_module(net, lower="head.")
+    _, x, y = split_module(net, lower="head.")
     predict = split_module(deepcopy(net).eval(), lower="head.").apply
+    below, above = nets.stem(net)
+
+    def embed(x: Tree, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return below(x, batch[0]), batch[1]
 
     def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor], rng: Tensor) -> Tensor:
-        inputs, targets = batch
+        features, targets = batch
         with nets.randomness(rng):
-            return F.cross_entropy(apply(x, y, inputs), targets)
+            return F.cross_entropy(above({**x, **y}, features), targets)
 
     def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor], rng: Tensor) -> Tensor:
         loss = upper(x, y, batch, rng)
@@ -70,4 +74,4 @@ def hyper_representation(
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
         return dealt.accuracies(predict, x, y)
 
-    return Task(Problem(upper=upper, lower=lower, x=x, y=y), dealt.clients(), evaluate)
+    return Task(Problem(upper=upper, lower=lower, x=x, y=y, embed=embed), dealt.clients(), evaluate)

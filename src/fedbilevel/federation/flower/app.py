@@ -17,6 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedbilevel.federation.base import log
 from fedbilevel.federation.flower import warm
 from fedbilevel.federation.flower.server import FlowerFederation
+from fedbilevel.federation.flower.wire import one_line
 from fedbilevel.runs import config as configs
 from fedbilevel.runs.record import Recorder, replace
 from fedbilevel.runs.runner import load, run_of
@@ -36,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
     try:
         status, why = run_job(grid, job, folder), ""
     except Exception as error:
-        status, why = "failed", " ".join(f"{error}".split()) or type(error).__name__
+        status, why = "failed", one_line(error) or type(error).__name__
         log.error("%s", why)
         if not report:
             raise

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedbilevel import checks, tasks
 from fedbilevel.federation.base import log
 from fedbilevel.federation.clients import Assignment, Clients, Exchange
-from fedbilevel.federation.flower.wire import WireError, decode, encode
+from fedbilevel.federation.flower.wire import WireError, decode, encode, one_line
 from fedbilevel.federation.losses import ClientLosses
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import ClientData
@@ -40,7 +40,7 @@ class Node:
     """What a node's owner says: which client it is, where its data comes from, and what it will run.
 
     client_data: module:function, called with the number of the client, returns its `ClientData`; without one the
-    experiment's own task deals the data. task: the one module:function the experiment may name as its task.
+    experiment's own task deals the data. task: the only one that the experiment may name (None: those that we ship).
     """
 
     partition: int
@@ -72,11 +72,12 @@ class Worker:
         if not re.fullmatch("[0-9a-f]{1,64}", job):
             raise WireError("the run's name is not hexadecimal")
         name = table.get("task", {}).get("name")
-        if name not in tasks.names() and name != node.task:
+        if name not in ([node.task] if node.task else tasks.names()):
             # Whoever may name any module:function may run anything here.
-            raise WireError(f"the experiment's task is {name!r:.80}; this node allows {node.task or 'no own task'}")
+            allowed = repr(node.task) if node.task else "no own task"
+            raise WireError(f"the experiment's task is {name!r:.80}; this node allows {allowed}")
         self.node, self.client = node, node.partition
-        self.config, task = _load(json.dumps(table), node.device, node.data_dir)
+        self.config, task = _load(json.dumps(table), name, node.device, node.data_dir)
         self.problem = task.problem.to(node.device)
         self.data = self._data(task)
         environment, algorithm = self.config.environment, self.config.algorithm
@@ -114,7 +115,7 @@ class Worker:
         work = Assignment(exchange, number, 0, self.client, checks.integer("steps", steps, least=1), each, key)
         remembers = exchange.role.remembers
         before = self._recall(number) if remembers else {}
-        self.engine.memories = {self.client: before} if before else {}
+        self.engine.memories[self.client] = before
         (part,) = self.engine.run([work])
         if remembers:
             after = self.engine.memories.get(self.client, {})
@@ -153,8 +154,10 @@ class Worker:
 
 
 @functools.lru_cache(maxsize=1)  # shared by the clients that one process of Flower's simulation plays
-def _load(table: str, device: str, data_dir: str | None) -> tuple[configs.Config, tasks.Task]:
-    config = configs.resolve("the server's experiment", json.loads(table), overrides={"device": device})
+def _load(table: str, task: str, device: str, data_dir: str | None) -> tuple[configs.Config, tasks.Task]:
+    # The task is named again, because a section of the table ([algorithms.simfbo.task], say) could name another one.
+    chosen = {"task.name": task, "device": device}
+    config = configs.resolve("the server's experiment", json.loads(table), overrides=chosen)
     return config, load(config, Path(data_dir) if data_dir else None)
 
 
@@ -182,8 +185,8 @@ def worker(context: Context, message: dict[str, Any]) -> Worker:
 
 
 def _answer(message: Message, context: Context, kind: str) -> Message:
-    sent = decode(message.content)
     try:
+        sent = decode(message.content)
         here = worker(context, sent)
         if kind == "hello":
             reply = here.hello()
@@ -192,7 +195,7 @@ def _answer(message: Message, context: Context, kind: str) -> Message:
         else:
             reply = here.evaluate(sent["x"], sent["y"], checks.integer("share", sent["share"], least=1))
     except Exception as error:
-        log.warning("message refused: %s", " ".join(str(error).split()))
+        log.warning("message refused: %s", one_line(error))
         raise
     return Message(encode(**reply), reply_to=message)
 

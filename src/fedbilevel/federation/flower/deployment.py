@@ -131,8 +131,13 @@ class Deployment:
         url = f"http{'s' if self.keys else ''}://{self.address}/health"
         until = time.monotonic() + START_S
         while True:
-            with suppress(OSError), urllib.request.urlopen(url, timeout=5, context=trust):
-                break
+            try:
+                with urllib.request.urlopen(url, timeout=5, context=trust):
+                    break
+            except OSError as error:
+                if isinstance(reason := getattr(error, "reason", None), ssl.SSLCertVerificationError):
+                    why = f"{self.keys / SERVER} is not for it ({reason.verify_message})"  # type: ignore[operator]
+                    raise DeploymentError(f"the SuperLink is at {self.address}, but {why}") from None
             if process.poll() is not None or time.monotonic() > until:
                 raise DeploymentError(f"the SuperLink did not start: {self.last_line('superlink')}")
             time.sleep(0.1)

@@ -17,7 +17,10 @@ CA, CA_KEY, SERVER, SERVER_KEY, CLIENTS = "ca.crt", "ca.key", "server.pem", "ser
 
 
 def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> list[Path]:
-    """Write what is not there yet: more clients or a new server certificate can be added to an old authority."""
+    """Write what is not there yet: more clients or a new server certificate can be added to an old authority.
+
+    The certificate is always for this machine too: a proxy, and our own commands, reach the SuperLink from there.
+    """
     (folder / CLIENTS).mkdir(parents=True, exist_ok=True)
     made = []
     if not (folder / CA).exists():
@@ -28,7 +31,8 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
             key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
             decipher_only=False,
         )  # fmt: skip
-        authority = _certificate(name, name, key.public_key(), days).add_extension(
+        lasts = 10 * days  # or nothing could be renewed when it must be
+        authority = _certificate(name, name, key.public_key(), lasts).add_extension(
             x509.BasicConstraints(ca=True, path_length=0), critical=True
         )
         signed = authority.add_extension(usage, critical=True).sign(key, hashes.SHA384())
@@ -53,10 +57,11 @@ def _server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
     signer = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(ec.SECP384R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])])
+    names = dict.fromkeys([*hosts, "localhost", "127.0.0.1"])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, next(iter(names)))])
     certificate = (
         _certificate(name, authority.subject, key.public_key(), days)
-        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(

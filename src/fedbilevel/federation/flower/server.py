@@ -10,10 +10,11 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+import httpx
 import torch
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -27,7 +28,7 @@ from fedbilevel.federation import losses
 from fedbilevel.federation.base import Each, QuorumError, Replies, Values, join, log, wrong
 from fedbilevel.federation.clients import Assignment, Exchange, Took
 from fedbilevel.federation.conduct import Conduct
-from fedbilevel.federation.flower.wire import WireError, decode, encode
+from fedbilevel.federation.flower.wire import WireError, decode, encode, one_line
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel
 from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
@@ -35,6 +36,7 @@ from fedbilevel.tree import Tree, flatten, nbytes, norm
 
 POLL_S = 0.02  # between looks for replies
 NODES_S = 0.5  # between looks for nodes
+MOST_SAMPLES = 2**40  # that a client can say it has
 GONE = (4, 5, 8)  # Flower's codes for a node or its process that died with a task: it can be sent again
 EXPIRED, UNREADABLE = 3, -1
 
@@ -78,7 +80,7 @@ class Members:
 
     node: dict[int, int] = field(default_factory=dict)  # of the clients that are there
     greeted: dict[int, tuple[str, float]] = field(default_factory=dict)  # nodes that are yet to answer, and until when
-    refused: set[int] = field(default_factory=set)  # nodes that claim to be who they are not
+    refused: dict[int, int] = field(default_factory=dict)  # nodes, and the client whose place is taken (-1: for good)
     samples: dict[int, int] = field(default_factory=dict)  # training samples of every client that was ever there
 
 
@@ -119,7 +121,7 @@ class FlowerFederation(Runtime):
         self.lost: list[tuple[int, str]] = []  # clients whose posted tasks went down with a server, and the phase
         self.names: dict[int, str] = {}  # what nodes with keys are registered as
         self.looked = 0.0
-        self.started = False
+        self.started, self.patience_s = False, self.conduct.wait_s
         self.before, self.began = 0.0, time.monotonic()
 
     # The clock and the clients
@@ -145,19 +147,21 @@ class FlowerFederation(Runtime):
         return self.members.samples.get(client, 1)  # looked at again when the task is sent
 
     def begin(self) -> None:
-        """Wait for the clients that must be there before round 1."""
+        """Wait for the clients that must be there before round 1, or before the first after a restart."""
         if not self.started:
-            self._wait(self.start_clients, frozenset())
+            wanted = min(self.start_clients, len(self) - len(self.aside))
+            self._wait(max(wanted, self.environment.min_replies), frozenset())
             sizes = [self.members.samples[c] if self.weighting == "samples" else 1 for c in range(len(self))]
             self.weights = [size / sum(sizes) for size in sizes]
             self.started = True
             log.info("%d of %d clients are there", len(self.present), len(self))
 
     def _wait(self, needed: int, busy: frozenset[int] | set[int]) -> None:
-        until = time.monotonic() + self.conduct.wait_s
+        until = time.monotonic() + self.patience_s
         self._look()
         while len(set(self.present) - busy) < needed:
             if time.monotonic() > until:
+                self.patience_s = 0.0  # once is enough
                 raise QuorumError(f"{len(set(self.present) - busy)} clients are there, {needed} are needed")
             if len(self) - len(self.aside) < needed:
                 raise QuorumError(f"clients {self.aside} were put aside; {needed} are needed")
@@ -178,7 +182,11 @@ class FlowerFederation(Runtime):
         self.looked = now
         self.names = {info.node_id: info.name for info in self.grid.get_nodes()}
         members.node = {client: node for client, node in members.node.items() if node in self.names}
-        members.refused &= set(self.names)
+        members.refused = {  # who came too early, while its predecessor was not yet missed, is greeted again
+            node: client
+            for node, client in members.refused.items()
+            if node in self.names and (client < 0 or client in members.node)
+        }
         known = {*members.node.values(), *members.greeted, *members.refused}
         for node in self.names.keys() - known:
             self._greet(node)
@@ -190,32 +198,32 @@ class FlowerFederation(Runtime):
             self.members.greeted[node] = (message, time.monotonic() + ttl)
 
     def _introduce(self, node: int, reply: Got) -> None:
-        members = self.members
+        members, taken = self.members, -1
         if reply.code in (EXPIRED, *GONE):
             return  # it is greeted again if it is still there
         try:
             said = reply.read()
             client = checks.integer("client", said["client"], least=0, most=len(self) - 1)
-            train, _ = (checks.integer("samples", count, least=1) for count in said["samples"])
+            train, _ = (checks.integer("samples", count, least=1, most=MOST_SAMPLES) for count in said["samples"])
             name = self.names.get(node, "")
             if name.startswith("client-") and name != f"client-{client}":
                 raise WireError(f"its key is that of {name}, but it says it is client {client}")
             if members.node.get(client, node) != node:
+                taken = client
                 raise WireError(f"client {client} is here already")
         except (ValueError, TypeError, KeyError) as error:
-            members.refused.add(node)
-            log.warning("node %d refused: %s", node, error)
+            members.refused[node] = taken
+            log.warning("node %d refused: %s", node, one_line(error))
             return
         if client in members.samples and members.samples[client] != train:
             log.warning("client %d now has %d training samples, not %d", client, train, members.samples[client])
         members.node[client], members.samples[client] = node, train
         log.info("client %d has joined (node %d, %d training samples)", client, node, train)
 
-    def _missing(self, client: int) -> None:
-        """A client that did not answer in time is given nothing until it has answered to a greeting."""
-        node = self.members.node.pop(client, None)
-        if node is not None:
-            self._greet(node)
+    def _missing(self, client: int, node: int) -> None:
+        """A client that did not answer in time is given nothing until it has answered to another greeting."""
+        if self.members.node.get(client) == node:  # and not another that has taken its place since
+            del self.members.node[client]
 
     # Messages
 
@@ -226,13 +234,15 @@ class FlowerFederation(Runtime):
         """The reply to a message, if it is there. One at a time: a reply that cannot be read takes no other along."""
         try:
             found = list(self.grid.pull_messages([message]))
-        except (ValueError, TypeError, KeyError) as error:  # Flower's own reading of what a node has sent
+            if not found:
+                return None
+            if found[0].has_error():
+                return Got(None, found[0].error.code, one_line(found[0].error.reason))
+            return Got(found[0].content)
+        except httpx.HTTPError:
+            raise  # the SuperLink
+        except Exception as error:  # Flower's own reading of what a node has sent
             return Got(None, UNREADABLE, f"the message cannot be read ({type(error).__name__})")
-        if not found:
-            return None
-        if found[0].has_error():
-            return Got(None, found[0].error.code, " ".join(str(found[0].error.reason).split())[:300])
-        return Got(found[0].content)
 
     def _send(self, flight: Flight) -> None:
         w, e = flight.work, flight.work.exchange
@@ -272,16 +282,19 @@ class FlowerFederation(Runtime):
             elif (reply := self._pull(flight.message)) is not None:
                 if reply.code in GONE:
                     flight.message = None  # sent again if the client comes back in time
-                    self._missing(client)
+                    self._missing(client, flight.node)
                 elif reply.code != EXPIRED:
                     del flights[number]
                     yield self._open(flight.work, reply)
                     continue
                 else:
                     flight.due = 0.0
-            if time.monotonic() > flight.due or client in self.aside:
+            if client in self.aside:
+                del flights[number]  # it was never sent
+                yield Ended(flight.work)
+            elif time.monotonic() > flight.due:
                 del flights[number]
-                self._missing(client)
+                self._missing(client, flight.node)
                 log.warning("%s: client %d did not answer in time", flight.work.exchange, client)
                 yield Ended(flight.work)
 
@@ -289,11 +302,13 @@ class FlowerFederation(Runtime):
         """A reply as what its phase declares, or why it is refused."""
         try:
             said = reply.read()
-            if said["number"] != w.number:
-                raise WireError(f"answers task {said['number']!r:.40}, was given {w.number}")
+            if (number := checks.integer("number", said["number"], least=0)) != w.number:
+                raise WireError(f"answers task {number}, was given {w.number}")
             values = said["values"]
             if not isinstance(values, dict) or not all(isinstance(v, (Tree, Tensor)) for v in values.values()):
                 raise WireError("replied with something else than tensors")
+            if not all(isinstance(name, str) for name in values):
+                raise WireError("replied with a name that is no text")
             declared = w.exchange.role.reply
             if why := wrong(values, declared, self.problem, w.exchange.submodel) or self._suspicious(values):
                 raise WireError(why)
@@ -301,8 +316,8 @@ class FlowerFederation(Runtime):
             return Ended(w, pytree.tree_map(lambda t: t.to(self.device), values), took)
         except KeyError as error:
             return Ended(w, why=f"the reply has no {error}")
-        except (ValueError, TypeError) as error:
-            return Ended(w, why=str(error))
+        except (ValueError, TypeError, IndexError) as error:
+            return Ended(w, why=one_line(error))
 
     def _suspicious(self, values: Values) -> str | None:
         dtype, bound = next(iter(self.problem.x.values())).dtype, self.conduct.norm_bound
@@ -334,7 +349,7 @@ class FlowerFederation(Runtime):
             if end.why:
                 self._refuse(end, replies)
             elif end.values is None:
-                self.ledger.lost_tasks += 1
+                self.ledger.lost_tasks += end.work.client not in self.aside
             else:
                 self._count([end.work], [end.took])
         for group in by_submodel([end.work for end in good]):
@@ -381,6 +396,7 @@ class FlowerFederation(Runtime):
         if not phases:
             raise RuntimeError("nothing is in flight, so nothing can be collected; post a task first")
         count = self.environment.cohort(len(self)) if count is None else checks.integer("count", count, least=1)
+        self._wait(self.environment.min_replies, frozenset())
         phase, role = phases[0], self.settings.phases[phases[0]](self.settings)
         self.ledger.phase(phase).rounds += 1
         replies = Replies(phase, f"phase {phase!r}, round {self.ledger.rounds}", role, self.problem)
@@ -398,34 +414,35 @@ class FlowerFederation(Runtime):
         raise RuntimeError("only a simulation can leave an exchange out of costs and time; aphe must be 'clients'")
 
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:
-        """As the clients tell them; those who do not answer in time are left out."""
+        """As the clients tell them; those who do not answer in time, or with a number, are left out."""
         self.begin()
-        self._wait(self.environment.min_replies, frozenset())
+        with suppress(QuorumError):  # a run that ends for want of clients is measured too
+            self._wait(1, frozenset())
         read, share = losses.chosen(self.seed, len(self))
         content = encode(job=self.job, table=self.table, x=x, y=y, share=share)
         due, said = time.monotonic() + self.conduct.deadline_s, dict[int, tuple[float, float]]()
         waiting = {}
         for client in set(read) & set(self.present):
-            message = Message(content, self.members.node[client], "evaluate", ttl=self.conduct.deadline_s)
-            if pushed := self._push(message):
-                waiting[client] = pushed
+            node = self.members.node[client]
+            if pushed := self._push(Message(content, node, "evaluate", ttl=self.conduct.deadline_s)):
+                waiting[client] = pushed, node
         while waiting and time.monotonic() < due:
-            for client, message_id in list(waiting.items()):
-                if (reply := self._pull(message_id)) is None:
-                    if self.members.node.get(client) is None:
+            for client, (pushed, node) in list(waiting.items()):
+                if (reply := self._pull(pushed)) is None:
+                    if self.members.node.get(client) != node:
                         del waiting[client]
                     continue
                 del waiting[client]
                 try:
                     found = reply.read()
-                    said[client] = (float(found["upper"]), float(found["lower"]))
+                    said[client] = _loss("upper", found["upper"]), _loss("lower", found["lower"])
                 except (ValueError, TypeError, KeyError) as error:
-                    log.warning("client %d did not tell its losses: %s", client, error)
+                    log.warning("client %d did not tell its losses: %s", client, one_line(error))
             self._look()
             time.sleep(POLL_S)
-        for client in waiting:
+        for client, (_, node) in waiting.items():
             log.warning("client %d did not tell its losses in time", client)
-            self._missing(client)
+            self._missing(client, node)
         total = sum(self.weights[client] for client in said)
         means = [sum(self.weights[c] * pair[j] for c, pair in said.items()) / total for j in (0, 1)] if said else []
         upper, lower = means or (float("nan"), float("nan"))
@@ -434,11 +451,18 @@ class FlowerFederation(Runtime):
 
     def snapshot(self) -> dict[str, Any]:
         flying = [(flight.work.client, flight.work.exchange.phase) for flight in self.flying.values()]
-        return {**super().snapshot(), "lost": [*self.lost, *flying], "now": self.now}
+        own = {"lost": [*self.lost, *flying], "now": self.now, "samples": dict(self.members.samples)}
+        return {**super().snapshot(), **own}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Tasks that were under way are lost: their replies cannot reach a new server."""
         super().restore(snapshot)
-        self.lost = list(snapshot["lost"])
+        self.lost, self.members.samples = list(snapshot["lost"]), dict(snapshot["samples"])
         self.ledger.lost_tasks += len(self.lost)
         self.before, self.began = snapshot["now"], time.monotonic()
+
+
+def _loss(name: str, value: Any) -> float:
+    if not isinstance(value, float):  # any whole number could be too large for one
+        raise TypeError(f"its {name} loss is {value!r:.40}; it must be a number")
+    return checks.number(f"its {name} loss", value)

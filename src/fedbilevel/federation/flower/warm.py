@@ -46,11 +46,12 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedbilevel.federation.base import log
+from fedbilevel.federation.flower.wire import one_line
 
 FLWR_VERSION = "1.41.0"
 POLL_S = 0.1  # every look costs the SuperLink a few milliseconds
 RAISED = 2  # Flower's code for an app that raised
-UPLOAD_S = 60.0  # a reply whose parts have not come by then is given up
+UPLOAD_S = 60.0  # a message whose parts have not come by then is given up
 RETRY_S = 2.0
 
 
@@ -90,9 +91,11 @@ def load_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePu
 
 
 def quicken() -> None:
-    """A reply is announced before its parts are there: look for them often, and not for two hours."""
-    waits: Any = inflatable_utils.pull_objects.__kwdefaults__
-    waits |= {"initial_backoff": 0.01, "backoff_cap": 0.2, "max_time": UPLOAD_S, "max_tries_per_object": None}
+    """A message is announced before its parts are there: look for them often, and not for two hours."""
+    waits = {"initial_backoff": 0.01, "backoff_cap": 0.2, "max_time": UPLOAD_S, "max_tries_per_object": None}
+    pulls: tuple[Any, ...] = (inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree)
+    for pull in pulls:  # the second passes its own on to the first
+        pull.__kwdefaults__ |= waits
 
 
 def serve(link: Link, app: Callable[[Message, Context], Message], node_config: Any, patience_s: float = 60.0) -> None:
@@ -173,8 +176,7 @@ def _answer(client: FleetHttpClient, node: Node, app: Callable[[Message, Context
     try:
         reply = app(message, context)
     except Exception as error:
-        why = " ".join(str(error).split())
-        reply = Message(Error(code=RAISED, reason=f"{type(error).__name__}: {why}"[:500]), reply_to=message)
+        reply = Message(Error(code=RAISED, reason=f"{type(error).__name__}: {one_line(error)}"), reply_to=message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     try:
         _push(client, node, run, reply, time.monotonic() - started)

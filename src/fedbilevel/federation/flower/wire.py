@@ -30,6 +30,11 @@ class WireError(ValueError):
     """What is wrong with a message, in one line."""
 
 
+def one_line(error: object) -> str:
+    """What an error says, for a log: what it quotes may be long, and another's."""
+    return " ".join(str(error).split())[:300]
+
+
 def encode(**values: Any) -> RecordDict:
     """Numbers, strings, trees and tensors by name, nested as one likes, as what Flower can send."""
     tensors: dict[str, Tensor] = {}
@@ -54,7 +59,7 @@ def decode(content: RecordDict) -> dict[str, Any]:
         return _decode(content)
     except WireError:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError, EOFError, MemoryError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError) as error:
         raise WireError(f"the message cannot be read ({type(error).__name__})") from error
 
 

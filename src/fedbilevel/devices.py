@@ -1,0 +1,27 @@
+"""Where tensors live: the CPU, or a GPU if there is one."""
+
+from __future__ import annotations
+
+import torch
+
+
+def chosen(device: str) -> str:
+    """The device of this name, which must be there; "auto" is a GPU if there is one."""
+    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    if device == "auto":
+        return here[-1]
+    kind, _, number = device.partition(":")
+    if kind not in here or (
+        number and not (kind == "cuda" and number.isdigit() and int(number) < torch.cuda.device_count())
+    ):
+        raise ValueError(
+            f"device is {device!r}; this machine has {' and '.join(map(repr, here))}, and 'auto' is the last"
+        )
+    return device
+
+
+def stack_bytes(device: str) -> int:
+    """What a stack of clients may take: two gigabytes, or a quarter of a GPU."""
+    if device == "cpu":
+        return 2**31
+    return int(torch.cuda.get_device_properties(device).total_memory // 4)
