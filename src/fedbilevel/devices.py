@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 
 def chosen(device: str) -> str:
@@ -18,6 +21,11 @@ def chosen(device: str) -> str:
             f"device is {device!r}; this machine has {' and '.join(map(repr, here))}, and 'auto' is the last"
         )
     return device
+
+
+def sent(values: Any, device: str | torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers on a device, which is not waited for."""
+    return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def stack_bytes(device: str) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.devices import sent
 from fedbilevel.federation import ranks
 from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
@@ -309,6 +310,7 @@ class Replies:
         self.phase, self.place, self.role, self.problem = phase, place, role, problem
         self.idle: list[int] = []  # clients whose task has ended, well or not: whom to send the next one
         self.refused: list[str] = []
+        self._open: list[tuple[Sequence[Reply], Values, Values, Submodel | None]] = []  # one at most
         self._replies: list[Reply] = []
         self._sums: dict[str, Any] = {}
         self._parts: list[Reply] = []  # those that come from submodels
@@ -317,8 +319,17 @@ class Replies:
 
     def add(self, replies: Sequence[Reply], stack: dict[str, Any], submodel: Submodel | None = None) -> None:
         """Take a stack of values (leading axis: clients), one for each of `replies`; those not finite are refused."""
+        self.settle()
         stack = {**stack, "steps": torch.tensor([reply.steps for reply in replies], dtype=torch.float64)}
-        sums = _weighted_sum(replies, stack)
+        self._open.append((replies, stack, _weighted_sum(replies, stack), submodel))
+        if next(iter(self.problem.x.values())).device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Look at what was added last; until then a GPU is not waited for."""
+        if not self._open:
+            return
+        replies, stack, sums, submodel = self._open.pop()
         if not is_finite(sums):
             keep = [j for j, reply in enumerate(replies) if self._check(reply.client, row(stack, j))]
             if not keep:
@@ -330,8 +341,10 @@ class Replies:
             sums |= {name: submodel.spread(sums[name], whole) for name, whole in like.items()}
             self._hold(replies, submodel)
         self._sums = pytree.tree_map(torch.add, self._sums, sums) if self._sums else sums
-        for j, reply in enumerate(replies):
-            self._replies.append(reply if self.role.summed else reply._replace(values=row(stack, j)))
+        if self.role.summed:
+            self._replies += replies
+        else:
+            self._replies += [reply._replace(values=row(stack, j)) for j, reply in enumerate(replies)]
 
     def _hold(self, replies: Sequence[Reply], submodel: Submodel) -> None:
         for kind in dict.fromkeys(kind for kind in self.role.reply.values() if kind != "scalar"):
@@ -345,6 +358,7 @@ class Replies:
         """With several ranks, each of which has added replies of its own: all have then added all of them."""
         if ranks.size() == 1:
             return
+        self.settle()
         sums = {"sums": self._sums, "held": self._held, "weights": self._weights}
         everyone = ranks.gather((self._replies, self._parts, self.refused, ranks.sent(sums, "meta")))
         replies, parts, refused, forms = zip(*everyone, strict=True)
@@ -378,7 +392,7 @@ class Replies:
 
     def mean(self, name: str) -> Any:
         """sum over C of p~_i value_i: a tree, or a number for scalars and "steps"."""
-        if not self._replies:
+        if not len(self):
             raise QuorumError(f"{self.place}: no reply was accepted")
         if name not in self._sums:
             raise KeyError(f"phase {self.phase!r} replies with {', '.join(self._sums)}, not {name!r}")
@@ -403,9 +417,11 @@ class Replies:
         return found
 
     def __len__(self) -> int:
+        self.settle()
         return len(self._replies)
 
     def __iter__(self) -> Iterator[Reply]:
+        self.settle()
         return iter(sorted(self._replies, key=lambda reply: reply.place))
 
 
@@ -423,10 +439,8 @@ def _weight(replies: Sequence[Reply]) -> float:
 
 
 def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, Any]:
-    weights = torch.tensor([reply.weight for reply in replies], dtype=torch.float64)
-    there = functools.lru_cache(
-        weights.to
-    )  # once for each device and dtype: a copy to a GPU waits for what it is doing
+    weights = [reply.weight for reply in replies]
+    there = functools.lru_cache(functools.partial(sent, weights))  # once for each device and dtype
 
     def total(values: Tensor) -> Tensor:
         values = values if values.is_floating_point() else values.double()

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbilevel.devices import sent
 from fedbilevel.problem import Batch, ClientData, Data, leaves, like
 from fedbilevel.rng import fold_in, rows
 
@@ -31,7 +32,7 @@ def extents(clients: Sequence[ClientData], sides: Sides, size: int | None, devic
     found = {}
     for side in SIDES[sides]:
         held = [client.size(side) for client in clients]
-        sizes = torch.tensor(held, device=device) if min(held) < max(held) else ()
+        sizes = sent(held, device) if min(held) < max(held) else ()
         found[side] = Extent(min(size or held[0], held[0]), max(held), sizes)
     return found
 
@@ -111,10 +112,10 @@ def passes(samples: int, size: int | None, epochs: int) -> int:
     return epochs * -(-samples // min(size or samples, samples))
 
 
-def shape(client: ClientData, sides: Sides, size: int | None, epochs: bool = False) -> Hashable:
+def shape(client: ClientData, sides: Sequence[str], size: int | None, epochs: bool = False) -> Hashable:
     """Clients of equal shape can be stacked: their batches hold as many samples, of the same form."""
     found = []
-    for side in SIDES[sides]:
+    for side in sides:
         samples, form = client.forms[side]
         count = samples if size is None else min(size, samples)
         found.append((samples if epochs else None, count, count == samples, form))

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
+from fedbilevel.devices import sent
 from fedbilevel.environment import Environment
 from fedbilevel.federation import ranks
 from fedbilevel.federation.base import ClientError, log, wrong
-from fedbilevel.federation.batches import Batches, Extent, Take, extents, shape
+from fedbilevel.federation.batches import SIDES, Batches, Extent, Take, extents, shape
 from fedbilevel.federation.features import Tables, embedded, look_up
 from fedbilevel.federation.graphs import Graphs, Program, kinds
 from fedbilevel.federation.memories import Memories
@@ -179,12 +180,13 @@ class Clients:
     def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
         groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
-        for w in work:
-            role, data = w.exchange.role, self.held[w.client]
-            form = shape(data, role.batch, w.exchange.batch_size(self.environment), isinstance(role.steps, Epochs))
-            sent = (w.exchange.form, _form(w.each), _form(self._recall(w)))
-            # A schedule gives every iteration settings of its own.
-            groups[(w.exchange.phase, form, sent), id(w.exchange.settings)].append(w)
+        for exchange, alike in _by_exchange(work).items():
+            role, size = exchange.role, exchange.batch_size(self.environment)
+            sides, epochs = SIDES[role.batch], isinstance(role.steps, Epochs)
+            for w in alike:
+                letter = (exchange.form, _form(w.each), _form(self._recall(w)))
+                form = (exchange.phase, shape(self.held[w.client], sides, size, epochs), letter)
+                groups[form, id(exchange.settings)].append(w)  # a schedule gives every iteration settings of its own
         for (kind, _), group in groups.items():
             alone = self.mode == "loop" or len(group) == 1
             size = 1 if alone else max(1, self.memory // self._footprint(repr(kind), group))
@@ -228,7 +230,7 @@ class Clients:
         dtype = next(iter(self.problem.x.values())).dtype
 
         def tensor(value: Any) -> Tensor:
-            return torch.as_tensor(value, dtype=dtype if isinstance(value, float) else None, device=self.device)
+            return sent(value, self.device, dtype if isinstance(value, float) else None)
 
         def stack(*values: Any) -> Tensor:
             return torch.stack([tensor(value) for value in values])
@@ -237,10 +239,10 @@ class Clients:
             pytree.tree_map(lambda v: tensor(v) if isinstance(v, float) else v, dict(exchange.shared)),
             _stacked([dict(w.each) for w in work], stack),
         )
-        places = {e: place for place, e in enumerate(dict.fromkeys(w.exchange for w in work))}
+        places = {e: place for place, e in enumerate(_by_exchange(work))}
         if len(places) > 1:  # not everyone was sent the same
-            sent, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
-            shared, own = {}, {**pytree.tree_map(lambda t: t[rows], sent), **own}
+            letters, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
+            shared, own = {}, {**pytree.tree_map(lambda t: t[rows], letters), **own}
         held = extents(data, role.batch, exchange.batch_size(self.environment), self.device)
         numbers = [w.client for w in work]
         features, embedding = self._features(work, held) if self._embeds(exchange) else ({}, Took())
@@ -253,8 +255,8 @@ class Clients:
             "shared": shared,
             "own": own,
             "memory": _stacked([self._recall(w) for w in work], stack),
-            "steps": torch.tensor(lengths, dtype=dtype).to(self.device),
-            "keys": torch.tensor([w.key for w in work]).to(self.device),
+            "steps": sent(lengths, self.device, dtype),
+            "keys": sent([w.key for w in work], self.device),
             "extents": held,
             "starts": {side: starts for side, (_, starts) in pools.items()},
             "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
@@ -486,6 +488,13 @@ def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
         turns[before[w.client]].append(w)
         before[w.client] += 1
     return turns.values()
+
+
+def _by_exchange(work: list[Assignment]) -> dict[Exchange, list[Assignment]]:
+    groups: dict[Exchange, list[Assignment]] = defaultdict(list)
+    for w in work:
+        groups[w.exchange].append(w)
+    return groups
 
 
 def _form(values: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from fedbilevel.devices import sent
 from fedbilevel.problem import ClientData, Data, leaves, like
 
 
@@ -106,4 +107,4 @@ class Pools:
         kind = (side, clients[0].forms[side][1])
         pool = self.pools.setdefault(kind, Pool(self.memory // 2, self.device))
         pool.bring({i: getattr(client, side) for i, client in zip(numbers, clients, strict=True)})
-        return pool, torch.tensor([pool.starts[i] for i in numbers], device=self.device)
+        return pool, sent([pool.starts[i] for i in numbers], self.device)

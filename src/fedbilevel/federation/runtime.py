@@ -66,7 +66,7 @@ class Runtime(ABC):
         self.cohorts = 0
         self.draws = 0
         self.assignments = 0
-        self.recorded: dict[str, tuple[float, int]] = {}  # sums (maxima) and counts
+        self.recorded: dict[str, tuple[float | Tensor, int]] = {}  # sums (maxima) and counts
         self.heard: set[int] = set()
 
     def __len__(self) -> int:
@@ -125,17 +125,22 @@ class Runtime(ABC):
     def record(self, **values: float | Tensor) -> None:
         for name, value in values.items():
             total, count = self.recorded.get(name, (0.0, 0))
-            extreme = extreme_of(name)
-            so_far = extreme(total, float(value)) if extreme and count else total + float(value)
-            self.recorded[name] = (so_far, count + 1)
+            if (extreme := extreme_of(name)) and count:
+                self.recorded[name] = (extreme(float(total), float(value)), count + 1)
+            else:  # where it is, on a GPU that is not waited for
+                self.recorded[name] = (total + (value.double() if isinstance(value, Tensor) else value), count + 1)
 
     def records(self) -> dict[str, float]:
         """What was recorded since the last call: extremes of what is called max_... or min_..., means of the rest."""
-        found = {name: total if extreme_of(name) else total / count for name, (total, count) in self.recorded.items()}
+        recorded = self._recorded().items()
+        found = {name: total if extreme_of(name) else total / count for name, (total, count) in recorded}
         if self.heard:
             found["participants"] = len(self.heard)
         self.recorded, self.heard = {}, set()
         return found
+
+    def _recorded(self) -> dict[str, tuple[float, int]]:
+        return {name: (float(total), count) for name, (total, count) in self.recorded.items()}
 
     def mark(self) -> dict[str, Any]:
         """Everything but the state that the next iteration depends on or adds to, to go `back` to until the next."""
@@ -154,7 +159,8 @@ class Runtime(ABC):
 
     def snapshot(self) -> dict[str, Any]:
         """The same as plain values and tensors, for a file."""
-        return {"ledger": asdict(self.ledger), **self._kept(), "heard": sorted(self.heard)}
+        own = {"recorded": self._recorded(), "heard": sorted(self.heard)}
+        return {"ledger": asdict(self.ledger), **self._kept(), **own}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.ledger = Ledger.load(snapshot["ledger"])
@@ -167,8 +173,9 @@ class Runtime(ABC):
         self, phase: str, clients: Sequence[int], each: Each, submodels: Submodels, shared: Mapping[str, Any]
     ) -> tuple[Exchange, list[Assignment]]:
         """Key the draws of each task and say how many steps it takes."""
+        last = len(self) - 1
         for client in clients:
-            checks.integer("client", client, least=0, most=len(self) - 1)
+            checks.integer("client", client, least=0, most=last)
         if each is not None and len(each) != len(clients):
             raise ValueError(f"each has {len(each)} entries; it must have one for each of {len(clients)} clients")
         if submodels is not None and len(submodels) != len(clients):
@@ -181,7 +188,7 @@ class Runtime(ABC):
         numbers = torch.arange(self.assignments, self.assignments + len(clients))
         self.assignments += len(clients)
         keys = fold_in(fold_in(root(self.seed, phase), numbers), torch.tensor(clients))
-        taus = self._steps(exchange, fold_in(keys, 0), clients)
+        taus = self._steps(exchange, keys, clients)
         own = each or [{}] * len(clients)
         held = [exchanges[part] if part else exchange for part in submodels or [None] * len(clients)]
         parts = zip(
@@ -193,7 +200,7 @@ class Runtime(ABC):
         """How many steps each client will take."""
         steps = exchange.role.steps
         if steps == "local":
-            return self.environment.steps(keys, clients)
+            return self.environment.steps(fold_in(keys, 0), clients)
         if isinstance(steps, Epochs):
             size = exchange.batch_size(self.environment)
             return [passes(self._samples(i, exchange), size, steps.passes) for i in clients]
@@ -219,6 +226,7 @@ class Runtime(ABC):
 
     def _quorum(self, asked: int, replies: Replies) -> Replies:
         """The end of an `ask`."""
+        replies.settle()
         self.ledger.refused_replies += len(replies.refused)
         needed = min(self.environment.min_replies, asked)
         if len(replies) < needed:
@@ -231,6 +239,7 @@ class Runtime(ABC):
 
     def _collected(self, replies: Replies) -> Replies:
         """The end of a `collect`."""
+        replies.settle()
         self.ledger.refused_replies += len(replies.refused)
         self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:

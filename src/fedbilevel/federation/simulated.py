@@ -201,7 +201,7 @@ class SimulatedFederation(Runtime):
             return [w.number for w in part.work], part.took, nbytes(part.values) // len(part.work)
 
         if replies.role.summed:
-            own = [w for w in work if ranks.mine(w.client)]
+            own = _own(work)
             notes = list(itertools.chain(*ranks.agree(lambda: [take(part) for part in self.engine.run(own)])))
             replies.merge()
         else:
@@ -217,7 +217,7 @@ class SimulatedFederation(Runtime):
         if ranks.size() == 1:
             yield from self.engine.run(work)
             return
-        own, tasks = [w for w in work if ranks.mine(w.client)], {w.number: w for w in work}
+        own, tasks = _own(work), {w.number: w for w in work}
 
         def compute() -> list[tuple[list[int], Values, Took]]:
             parts = self.engine.run(own)
@@ -348,4 +348,9 @@ class SimulatedFederation(Runtime):
 
 def _computed(work: list[Assignment], lost: set[int]) -> list[Assignment]:
     """The tasks whose result matters: of a lost one only what the client remembers does."""
-    return [w for w in work if w.number not in lost or w.exchange.role.remembers]
+    return [w for w in work if w.number not in lost or w.exchange.role.remembers] if lost else work
+
+
+def _own(work: list[Assignment]) -> list[Assignment]:
+    """Those that this rank computes."""
+    return work if ranks.size() == 1 else [w for w in work if ranks.mine(w.client)]
