@@ -1,4 +1,5 @@
-"""A server that runs several experiments over the nodes of one run, and writes down where each ended."""
+"""A server that runs several experiments over the nodes of one run, and writes down where each ended; if told to, it
+then sends nonsense, and writes down what is said to that."""
 
 import json
 import time
@@ -39,12 +40,15 @@ def _answer(grid: Grid, **values: Any) -> str:
 
 
 def _run(grid: Grid, experiments: Path, out: Path) -> None:
-    for name, table in json.loads(experiments.read_text()).items():
+    jobs = json.loads(experiments.read_text())
+    for name, table in jobs["tables"].items():
         fed, run = federation(grid, config(table))
         while fed.ledger.rounds < table["rounds"]:
             run.advance()
         trees = {key: value for key, value in run.state._asdict().items() if key in ("x", "y", "z")}
         checkpoint.save(out / f"{name}.safetensors", {"state": trees, "ledger": fed.snapshot()["ledger"]})
+    if not jobs["nonsense"]:
+        return
     task = {"job": fed.job, "table": fed.table, "phase": "nonsense", "number": 1, "steps": 1}
     told = [_answer(grid, **task), _answer(grid, **task | {"job": "../../etc"}), _answer(grid, job="")]
     (out / "told.json").write_text(json.dumps(told))

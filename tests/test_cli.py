@@ -331,6 +331,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.xdist_group("compared")
 def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> None:
     names = {f"{algorithm}/seed-{seed}" for algorithm in ("simfbo", "asfbo") for seed in (0, 1)}
     assert sorted((compared / "err").read_text().splitlines()) == sorted(f"{name}: completed" for name in names)
@@ -345,6 +346,7 @@ def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> 
         assert config(run)["algorithm"]["name"] == name.split("/")[0]
 
 
+@pytest.mark.xdist_group("compared")
 def test_a_terminal_gets_a_live_table(compared: Path) -> None:
     command = ["compare", compared / "a.toml", "--seeds", 2, "--jobs", 2, "--out", compared / "runs", "--resume"]
     out, shown = on_a_terminal(*command, cwd=compared)
@@ -353,6 +355,7 @@ def test_a_terminal_gets_a_live_table(compared: Path) -> None:
     assert "\x1b" not in out
 
 
+@pytest.mark.xdist_group("compared")
 def test_a_finished_comparison_is_not_run_again(compared: Path) -> None:
     options = ["--seeds", 2, "--jobs", 2, "--out", compared / "runs"]
     before = {name: data for name, data in contents(compared / "runs").items() if name != "report.html"}
@@ -369,6 +372,7 @@ def test_a_finished_comparison_is_not_run_again(compared: Path) -> None:
     assert after == before
 
 
+@pytest.mark.xdist_group("compared")
 def test_a_raised_budget_goes_on_and_the_number_of_jobs_changes_nothing(compared: Path, tmp_path: Path) -> None:
     runs, before = tmp_path / "runs", compared / "runs"
     shutil.copytree(before / "asfbo" / "seed-1", runs / "asfbo" / "seed-1")

@@ -98,12 +98,12 @@ def wait(done: Callable[[], Any], seconds: float, what: str) -> Any:
     return found
 
 
-def finished(report: Path, seconds: float = 120) -> dict[str, Any]:
+def finished(report: Path, seconds: float = 300) -> dict[str, Any]:
     return wait(lambda: (said := read_report(report)).get("status") and said, seconds, "the server has not ended")
 
 
-def several(site: Deployment, tables: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
-    (folder / "jobs.json").write_text(json.dumps(tables))
+def several(site: Deployment, tables: dict[str, Any], folder: Path, nonsense: bool = False) -> dict[str, Any]:
+    (folder / "jobs.json").write_text(json.dumps({"tables": tables, "nonsense": nonsense}))
     report = site.submit("tests.flower_app:app", experiment=str(folder / "jobs.json"), out=str(folder))
     assert finished(report) == {"status": "completed"}
     return {name: checkpoint.load(folder / f"{name}.safetensors") for name in tables}
@@ -120,7 +120,7 @@ def test_methods_on_warm_nodes_with_tls_and_keys_move_as_in_simulation(
     """Two nodes on the SuperLink's own port, two through the proxy."""
     for partition in range(4):
         (site if partition % 2 else outside).node(partition)
-    for name, found in several(site, METHODS, tmp_path).items():
+    for name, found in several(site, METHODS, tmp_path, nonsense=True).items():
         run = simulated(config(METHODS[name]))
         while run.fed.ledger.rounds < METHODS[name]["rounds"]:
             run.advance()
@@ -170,13 +170,13 @@ def test_behind_the_proxy_outsiders_cannot_submit(site: Deployment, outside: Dep
     assert "runs" in site.flwr("list", "fedbilevel", "--format", "json")
 
 
-def test_stock_supernodes_with_tls_and_keys_move_as_in_simulation(tmp_path: Path) -> None:
-    keys.make(tmp_path / "keys", 2, ["127.0.0.1"])
-    table = METHODS["simfbo"] | {"task": QUADRATIC["task"] | {"clients": 2}, "rounds": 1}  # of some 20 s
+def test_a_stock_supernode_with_tls_and_a_key_moves_as_in_simulation(tmp_path: Path) -> None:
+    """One, and one round: it starts a process for every message."""
+    keys.make(tmp_path / "keys", 1, ["127.0.0.1"])
+    table = METHODS["simfbo"] | {"task": QUADRATIC["task"] | {"clients": 1}, "rounds": 1}
     with Deployment(keys=tmp_path / "keys") as found:
         found.superlink()
-        for partition in range(2):
-            found.node(partition, warm=False)
+        found.node(0, warm=False)
         ended = several(found, {"simfbo": table}, tmp_path)["simfbo"]
     run = simulated(config(table))
     run.advance()
@@ -198,17 +198,17 @@ def test_flowers_simulation_engine_moves_as_ours(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_leaves_a_folder_and_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedbilevel.cli", "run", "digits", "--federation", "flower", "--clients", "2"]
+    command = [sys.executable, "-m", "fedbilevel.cli", "run", "digits", "--federation", "flower", "--clients", "1"]
     command += ["--data-dir", str(tmp_path), "--rounds", "1000", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = tmp_path / "run/metrics.jsonl"
     try:
-        wait(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 90, "it does not get on")
+        wait(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 180, "it does not get on")
         pids = descendants(process.pid)
-        assert len(pids) >= 6  # ours, the SuperLink, its SuperExec and server, two nodes
+        assert len(pids) >= 5  # ours, the SuperLink, its SuperExec and server, a node
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        wait(lambda: not any(map(alive, pids)), 20, "a process is left")
+        assert process.wait(120) == 130
+        wait(lambda: not any(map(alive, pids)), 60, "a process is left")
     finally:
         end(process)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -244,7 +244,7 @@ def serving(folder: Path, experiment: Path, port: int, *more: str) -> subprocess
 def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
     """One dies in its second task, one lies, each time otherwise, until it is put aside, one is slow in its fifth, one
     comes in round 2, which lasts a deadline."""
-    conduct = {"deadline_s": 5.0, "start_clients": 3, "strikes": 5}
+    conduct = {"deadline_s": 8.0, "start_clients": 3, "strikes": 5}
     table = QUADRATIC | {"algorithm": {"name": "simfbo"}, "rounds": 12, "every": 1, "conduct": conduct}
     (tmp_path / "e.toml").write_text(tomli_w.dumps(table))
     port = free_port()
@@ -254,9 +254,9 @@ def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
     nodes.append(misbehaving(address, 3, "late", str(tmp_path / "go")))
     log, metrics = tmp_path / "run/server.log", tmp_path / "run/metrics.jsonl"
     try:
-        wait(lambda: metrics.exists() and metrics.read_text().count("\n") == 2, 60, "no round ends")
+        wait(lambda: metrics.exists() and metrics.read_text().count("\n") == 2, 180, "no round ends")
         (tmp_path / "go").touch()
-        assert server.wait(60) == 0
+        assert server.wait(180) == 0
     finally:
         for process in (*nodes, server):
             end(process)
@@ -285,17 +285,17 @@ def test_a_killed_server_is_started_again_and_ends_as_if_it_had_not_been(tmp_pat
     metrics, folder = tmp_path / "run/metrics.jsonl", tmp_path / "run"
     server = serving(folder, tmp_path / "e.toml", port)
     try:
-        wait(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 90, "it does not get on")
+        wait(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 180, "it does not get on")
         pids = descendants(server.pid)
         ours = [pid for pid in pids if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         for pid in (server.pid, *ours):
             os.kill(pid, signal.SIGKILL)
         server.wait()
-        wait(lambda: not any(map(alive, pids)), 30, "the SuperLink or its SuperExec outlives the server")
+        wait(lambda: not any(map(alive, pids)), 60, "the SuperLink or its SuperExec outlives the server")
         before = metrics.read_text().count("\n")
         assert before < 7
         server = serving(folder, tmp_path / "e.toml", port, "--resume")
-        assert server.wait(120) == 0
+        assert server.wait(180) == 0
     finally:
         for process in (*nodes, server):
             end(process)

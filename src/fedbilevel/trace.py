@@ -24,10 +24,6 @@ Flat = Callable[..., Sequence[Tensor]]
 def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
     """fn, a pure function of tensors, specialised to the shapes, strides and dtypes of args."""
     module = _make(fn, args)
-    schemas = [getattr(node.target, "_schema", None) for node in module.graph.nodes]
-    if any(schema is not None and schema.is_mutable for schema in schemas):
-        # The rewrites move reads; they are right only where nothing is overwritten on the way.
-        module = _make(functionalize(fn, remove="mutations"), args)
     graph = module.graph
     rewrites = (
         _drop_idle,
@@ -52,12 +48,14 @@ def compiled(fn: Flat, args: Sequence[Tensor]) -> Flat:
     """The same through PyTorch's compiler, which takes seconds to minutes and fuses what is not a matrix product."""
     import torch._inductor  # takes a second
 
-    run: Flat = torch._inductor.compile(_make(functionalize(fn, remove="mutations"), args), list(args))
+    run: Flat = torch._inductor.compile(_make(fn, args), list(args))
     return run
 
 
 def _make(fn: Flat, args: Sequence[Tensor]) -> fx.GraphModule:
-    module = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    """The operations of fn, none of which overwrites anything: rewrites that move reads are right only then."""
+    pure = functionalize(fn, remove="mutations")
+    module = make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
     module.graph.eliminate_dead_code()
     return module
 

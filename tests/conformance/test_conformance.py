@@ -108,7 +108,7 @@ LOCAL = [name for name in NAMES if fb.algorithms.get(name).solves == "local"]
 def test_local_methods_are_unbiased_on_identical_clients(name: str) -> None:
     task = fb.tasks.load("quadratic", clients=3, condition=1.5, heterogeneity=0.0, seed=3)
     method = build(name, neumann_steps=12)  # the Neumann sum ends at (1/3)^12 = 2e-6
-    result = fb.solve(task.problem, task.clients, method, rounds=case(name).rounds, evaluate=task.evaluate, every=10**6)
+    result = fb.solve(task.problem, task.clients, method, rounds=160, evaluate=task.evaluate, every=10**6)
     assert result.history[-1]["hypergradient_norm"] < 1e-5 * result.history[0]["hypergradient_norm"]
 
 
