@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import fedbilevel as fb
 from benchmarks.measure import Row, describe, seconds
-from fedbilevel.federation.clients import single, stacked
+from fedbilevel.federation.steps import single, stacked
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, normal, root

@@ -204,7 +204,7 @@ def test_figures_survive_an_interruption_and_a_restart(name: str) -> None:
     advanced(whole.fed, 4, whole)
     twin.fed.restore(whole.fed.snapshot())
     twin.state = whole.state
-    assert twin.fed.engine.measured == whole.fed.engine.measured
+    assert twin.fed.engine.steps.measured == whole.fed.engine.steps.measured
     before, kept = whole.fed.mark(), whole.fed.ledger.totals()
     for _ in range(2):  # a mark is not used up
         state = whole.state

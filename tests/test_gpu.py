@@ -29,7 +29,8 @@ def run(name: str, device: str = "cpu", iterations: int = 6, like_a_gpu: bool = 
     fed = fb.SimulatedFederation(
         task.problem.to(device), task.clients, algorithms.get(name)(), environment, device=device
     )
-    fed.engine.on_gpu |= like_a_gpu
+    if like_a_gpu:
+        fed.engine.on_gpu, fed.engine.steps.graphs = True, fed.engine.graphs
     found = Run(fed, {"rounds": 10**6})
     for _ in range(iterations):
         found.advance()

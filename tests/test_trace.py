@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fedbilevel as fb
 from fedbilevel.federation import clients as engine
+from fedbilevel.federation import steps
 from fedbilevel.rng import normal, root
 from fedbilevel.solve import Run
 from fedbilevel.trace import trace
@@ -155,7 +156,7 @@ def test_a_convolutional_net_under_variance_reduction_and_unequal_steps(monkeypa
     clients = [fb.ClientData(train=side, val=side)] * 3
     problem, states = fb.Problem(upper=loss, lower=loss, x=x, y=y), []
     for start in (0, 10**9):
-        monkeypatch.setattr(engine, "TRACE_FROM", start)
+        monkeypatch.setattr(steps, "TRACE_FROM", start)
         environment = fb.Environment(local_steps=[1, 3, 2], batch_size=4)
         here = Run(fb.SimulatedFederation(problem, clients, fb.algorithms.LAASFBO(), environment), {"rounds": 2})
         list(here)
@@ -165,7 +166,7 @@ def test_a_convolutional_net_under_variance_reduction_and_unequal_steps(monkeypa
 
 
 def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
-    monkeypatch.setattr(engine, "TRACE_FROM", start)
+    monkeypatch.setattr(steps, "TRACE_FROM", start)
     task = fb.tasks.load("hyper-representation", data="digits", clients=6, hidden=8)
     environment = fb.Environment(participation=4, local_steps=(1, 3), batch_size=8)
     problem = fb.Problem(
@@ -184,8 +185,8 @@ def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
 def test_a_traced_run_is_the_run(monkeypatch: Any, name: str) -> None:
     algorithm = fb.algorithms.get(name)()
     eager, traced = run(monkeypatch, 10**9, algorithm), run(monkeypatch, 0, algorithm)
-    assert not eager.fed.engine.traces
-    assert traced.fed.engine.traces
+    assert not eager.fed.engine.steps.traces
+    assert traced.fed.engine.steps.traces
     assert traced.fed.ledger.phases == eager.fed.ledger.phases
     for key, value in eager.state.x.items():
         assert not torch.equal(value, eager.fed.problem.x[key])
@@ -194,7 +195,7 @@ def test_a_traced_run_is_the_run(monkeypatch: Any, name: str) -> None:
 
 def test_steps_with_a_schedule_are_never_traced(monkeypatch: Any) -> None:
     moving = fb.algorithms.SimFBO(lr_x=fb.schedules.Power(0.1))
-    assert not run(monkeypatch, 0, moving).fed.engine.traces
+    assert not run(monkeypatch, 0, moving).fed.engine.steps.traces
 
 
 def test_a_step_that_cannot_be_traced_runs_as_it_is(monkeypatch: Any) -> None:
@@ -202,9 +203,9 @@ def test_a_step_that_cannot_be_traced_runs_as_it_is(monkeypatch: Any) -> None:
         raise RuntimeError("data-dependent")
 
     eager = run(monkeypatch, 10**9, fb.algorithms.SimFBO())
-    monkeypatch.setattr(engine, "trace", refuse)
+    monkeypatch.setattr(steps, "trace", refuse)
     refused = run(monkeypatch, 0, fb.algorithms.SimFBO())
-    assert set(refused.fed.engine.traces.values()) == {None}
+    assert set(refused.fed.engine.steps.traces.values()) == {None}
     assert refused.fed.ledger.phases == eager.fed.ledger.phases
     assert all(torch.equal(refused.state.x[key], value) for key, value in eager.state.x.items())
 

@@ -15,8 +15,8 @@ from fedbilevel.advice import Measures, Report
 from fedbilevel.algorithms import SimFBO
 from fedbilevel.environment import Environment
 from fedbilevel.federation import SimulatedFederation
-from fedbilevel.federation.clients import single, stacked
 from fedbilevel.federation.losses import Losses
+from fedbilevel.federation.steps import single, stacked
 from fedbilevel.hypergradient import line_search
 from fedbilevel.linear import CG, MatVec
 from fedbilevel.oracle import AnyBatch, Oracle

@@ -3,101 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from fedbilevel.devices import sent
 from fedbilevel.environment import Environment
 from fedbilevel.federation import ranks
-from fedbilevel.federation.base import ClientError, log, wrong
+from fedbilevel.federation.base import ClientError, wrong
 from fedbilevel.federation.batches import SIDES, Batches, Extent, Take, extents, shape
 from fedbilevel.federation.features import Tables, embedded, look_up
 from fedbilevel.federation.graphs import Graphs, Program, kinds
 from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
 from fedbilevel.federation.pool import Apart, Pool, Pools, together
-from fedbilevel.oracle import Features, Oracle
-from fedbilevel.phase import Epochs, Message, Phase
+from fedbilevel.federation.steps import Known, Lift, Steps, single, stacked
+from fedbilevel.federation.work import (
+    Assignment,
+    Exchange,
+    Part,
+    Took,
+    by_exchange,
+    first_line,
+    form_of,
+    on_client,
+    turns,
+)
+from fedbilevel.oracle import Features
+from fedbilevel.phase import Epochs, Message
 from fedbilevel.problem import ClientData, Data, Problem, leaves, like
-from fedbilevel.submodels import Submodel
-from fedbilevel.trace import Flat, compiled, trace
 from fedbilevel.tree import nbytes
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
-MEASURES = ("footprints", "measured", "uses")
 RECORD_FROM = 2  # uses of a task
-TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
 STACK_BELOW = 1e7  # operations of a client's largest convolution
-TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
-
-
-class Exchange:
-    """What the tasks of one `ask` or `post` have in common; those on different submodels are exchanges of their own."""
-
-    def __init__(
-        self,
-        phase: str,
-        settings: Algorithm,
-        shared: Mapping[str, Any],
-        round_: int,
-        iteration: int,
-        submodel: Submodel | None = None,
-    ) -> None:
-        self.phase, self.settings, self.shared = phase, settings, shared
-        self.round, self.iteration, self.submodel = round_, iteration, submodel
-        self.role: Phase = settings.phases[phase](settings)
-        self.form = _form(shared)
-
-    def batch_size(self, environment: Environment) -> int | None:
-        return None if self.role.full else environment.batch_size
-
-    def __str__(self) -> str:
-        return f"phase {self.phase!r}, round {self.round}"
-
-
-class Assignment(NamedTuple):
-    """One client's task. `number` is unique in the run, and `key`, the root of the client's draws, comes from it."""
-
-    exchange: Exchange
-    number: int
-    place: int
-    client: int
-    steps: int
-    each: Mapping[str, Any]
-    key: int
-
-
-class Took(NamedTuple):
-    """What a client spent on a task, or on a part of one; `peak_bytes` is the most it held at once."""
-
-    samples: int = 0
-    gradients: int = 0
-    flops: int = 0
-    peak_bytes: int = 0
-
-    def then(self, other: Took) -> Took:
-        samples, gradients, flops, _ = (a + b for a, b in zip(self, other, strict=True))
-        return Took(samples, gradients, flops, max(self.peak_bytes, other.peak_bytes))
-
-
-class Part(NamedTuple):
-    """Some tasks, the stack of their replies, and what each of them took."""
-
-    work: list[Assignment]
-    values: dict[str, Any]
-    took: Took
-
-
-Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
-Known = dict[Hashable, tuple[pytree.TreeSpec, str, Took]]
 
 
 class Clients:
@@ -117,28 +61,24 @@ class Clients:
         compile_: bool = False,
     ) -> None:
         self.problem, self.data, self.algorithm, self.environment = problem, data, algorithm, environment
-        self.device, self.mode, self.memory, self.compile = device, mode, memory, compile_
+        self.device, self.mode, self.memory = device, mode, memory
         self.memories = Memories(device, memory)  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
-        self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of step, for one client
-        self.uses: dict[str, int] = {}  # of each kind of step, by a stack of one size
-        self.names: dict[Hashable, str] = {}
-        self.parts: dict[Hashable, tuple[str, str]] = {}  # the names of a part of a task: of a stack's, of a client's
-        self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
         self.held: dict[int, ClientData] = {}  # what the clients hold that are at work
         self.on_gpu = device != "cpu"
         self.pools = Pools(memory if self.on_gpu else 0, device)
         self.graphs = Graphs()
+        self.steps = Steps(problem, algorithm, mode, self.graphs if self.on_gpu else None, compile_)
         self.tables = Tables(problem)
 
     def mark(self) -> dict[str, Any]:
-        # Chunks and traces round differently: a resumed run must cut and trace the same ones.
-        return {"memories": self.memories.mark(), **{name: dict(getattr(self, name)) for name in MEASURES}}
+        # Chunks round differently: a resumed run must cut the same ones.
+        return {"memories": self.memories.mark(), "footprints": dict(self.footprints), **self.steps.mark()}
 
     def back(self, mark: Mapping[str, Any]) -> None:
         self.memories.back(mark["memories"])
-        for name in MEASURES:
-            setattr(self, name, dict(mark[name]))
+        self.footprints = dict(mark["footprints"])
+        self.steps.back(mark)
 
     def snapshot(self) -> dict[str, Any]:
         return {**self.mark(), "memories": self.memories.save()}
@@ -152,7 +92,7 @@ class Clients:
     def run(self, work: list[Assignment]) -> Iterator[Part]:
         """The replies to tasks of one phase, in stacks, as they are computed."""
         self.held = {w.client: self.client(w.exchange, w.client) for w in work}
-        for turn in _turns(work):
+        for turn in turns(work):
             for chunk in self._chunks(turn):
                 for part in self._run(chunk):
                     exchange = part.work[0].exchange
@@ -180,11 +120,11 @@ class Clients:
     def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
         groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
-        for exchange, alike in _by_exchange(work).items():
+        for exchange, alike in by_exchange(work).items():
             role, size = exchange.role, exchange.batch_size(self.environment)
             sides, epochs = SIDES[role.batch], isinstance(role.steps, Epochs)
             for w in alike:
-                letter = (exchange.form, _form(w.each), _form(self._recall(w)))
+                letter = (exchange.form, form_of(w.each), form_of(self._recall(w)))
                 form = (exchange.phase, shape(self.held[w.client], sides, size, epochs), letter)
                 groups[form, id(exchange.settings)].append(w)  # a schedule gives every iteration settings of its own
         for (kind, _), group in groups.items():
@@ -216,7 +156,7 @@ class Clients:
                 self._alone(w)
             raise ClientError(
                 f"{work[0].exchange}: every client runs by itself but not in a stack, because of "
-                f"{type(error).__name__}: {_first_line(error)} (mode='loop' runs them one by one)"
+                f"{type(error).__name__}: {first_line(error)} (mode='loop' runs them one by one)"
             ) from error
 
     def _alone(self, w: Assignment) -> list[Part]:
@@ -239,7 +179,7 @@ class Clients:
             pytree.tree_map(lambda v: tensor(v) if isinstance(v, float) else v, dict(exchange.shared)),
             _stacked([dict(w.each) for w in work], stack),
         )
-        places = {e: place for place, e in enumerate(_by_exchange(work))}
+        places = {e: place for place, e in enumerate(by_exchange(work))}
         if len(places) > 1:  # not everyone was sent the same
             letters, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]
             shared, own = {}, {**pytree.tree_map(lambda t: t[rows], letters), **own}
@@ -295,13 +235,12 @@ class Clients:
         return None
 
     def _recorded(self, exchange: Exchange, program: Program, inputs: Any) -> Any:
-        """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as in `_step`."""
+        """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as of steps."""
         if exchange.settings is not self.algorithm:  # a schedule's numbers would be frozen
             return program(inputs)
         leaves, form = pytree.tree_flatten(inputs)
-        name = self._name((exchange.phase, "task", form, kinds(leaves)))
-        self.uses[name] = self.uses.get(name, 0) + 1
-        if self.uses[name] <= RECORD_FROM:
+        name = self.steps.name((exchange.phase, "task", form, kinds(leaves)))
+        if self.steps.used(name) <= RECORD_FROM:
             return program(inputs)
         where = tuple(tensor.data_ptr() for pool in self.pools.pools.values() for tensor in pool.tensors)
         return self.graphs.run(name, where, program, leaves, form)
@@ -318,13 +257,13 @@ class Clients:
         found, took = {}, Took()
         for side, (batch, _, _) in held.items():
             data = [self._here(side, number) for number in numbers]
-            kind = self._name(("embed", work[0].exchange.form, batch, side, _form({"": data[0]})))
-            if kind not in self.measured:
+            kind = self.steps.name(("embed", work[0].exchange.form, batch, side, form_of({"": data[0]})))
+            if kind not in self.steps.measured:
                 with Meter() as meter:
                     embedded(self.problem, at[0], data[0], batch)
                 piece = [tensor[:batch] for _, tensor in leaves(data[0])]
-                self.measured[kind] = (meter.flops, nbytes([at[0], piece]) + meter.peak_bytes)
-            flops, peak_bytes = self.measured[kind]
+                self.steps.measured[kind] = (meter.flops, nbytes([at[0], piece]) + meter.peak_bytes)
+            flops, peak_bytes = self.steps.measured[kind]
             took = took.then(Took(flops=flops, peak_bytes=peak_bytes))
             found[side] = self.tables.find(side, at, numbers, data, batch)
         return found, took
@@ -358,7 +297,7 @@ class Clients:
 
         sent = given["own"], given["memory"], given["steps"]
         letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(given["shared"]) if isinstance(leaf, Tensor)]
-        spent = [self._took(exchange, "start", lambda _, *args: start(*args), letter, *sent)]
+        spent = [self.steps.took(exchange, "start", lambda _, *args: start(*args), letter, *sent)]
         carry, form = pytree.tree_flatten(lift(start)(*sent))  # flat, because it comes through every step
         known: Known = {}
         done = []
@@ -369,137 +308,14 @@ class Clients:
             batch = batches.at(k, len(carry[0]))
             if given["features"]:
                 batch = Features(*batch) if role.draws == 1 else tuple(Features(*part) for part in batch)
-            stepped, form, more = self._step(exchange, "step" if k else "first", carry, form, batch, lift, known)
+            stepped, form, more = self.steps.step(exchange, "step" if k else "first", carry, form, batch, lift, known)
             carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
             spent.append(spent[-1].then(more)._replace(samples=batches.samples))
         carries = [pytree.tree_unflatten(*final) for final in [(carry, form), *reversed(done)]]
-        last = self._took(exchange, "finish", role.finish, carries[0])
+        last = self.steps.took(exchange, "finish", role.finish, carries[0])
         replies = [lift(role.finish)(final) for final in carries]
         whole = pytree.tree_map(lambda *parts: torch.cat(parts), *replies) if done else replies[0]
         return whole, [took.then(last) for took in spent]
-
-    def _name(self, key: Hashable) -> str:
-        """A short name, the same in every process."""
-        if key not in self.names:
-            self.names[key] = blake2b(repr(key).encode(), digest_size=8).hexdigest()
-        return self.names[key]
-
-    def _took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
-        values, form = pytree.tree_flatten(args)
-        return self._use(exchange, place, lambda *values: fn(*pytree.tree_unflatten(values, form)), values, form)[1]
-
-    def _use(
-        self, exchange: Exchange, place: str, fn: Callable[..., Any], values: list[Tensor], form: Hashable
-    ) -> tuple[str, Took]:
-        """The name of a part of a task, by its shapes, and what it takes of one client.
-
-        That is measured once, by running the first client of the stack alone: a stack holds more than its clients
-        would, and a trace leaves out what is computed for nothing.
-        """
-        key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
-        if key not in self.parts:
-            one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
-            self.parts[key] = self._name(key), self._name(one)
-        name, kind = self.parts[key]
-        if kind not in self.measured:
-            alone = [value[:1] for value in values]
-            with Meter() as meter:
-                single(fn)(*alone)
-            self.measured[kind] = (meter.flops, nbytes(alone) + meter.peak_bytes)
-        flops, peak_bytes = self.measured[kind]
-        return name, Took(flops=flops, peak_bytes=peak_bytes)
-
-    def _step(
-        self,
-        exchange: Exchange,
-        place: str,
-        carry: list[Tensor],
-        form: pytree.TreeSpec,
-        batch: Any,
-        lift: Lift,
-        known: Known,
-    ) -> tuple[list[Tensor], pytree.TreeSpec, Took]:
-        """One step of a stack, and what each client spent on it. `known`: steps of this task, by what is quick to tell.
-
-        Once it has been used often the step is traced, and replayed from then on. How often is in the checkpoint: a
-        resumed run makes the same choice, and so the same bits, as one that was never stopped.
-        """
-        drawn, drawn_form = pytree.tree_flatten(batch)
-        values, oracle, step = [*carry, *drawn], Oracle(self.problem), getattr(exchange.role, place)
-        after = form
-
-        def one(*values: Tensor) -> Any:
-            c, b = values[: len(carry)], values[len(carry) :]
-            return step(pytree.tree_unflatten(c, form), oracle, pytree.tree_unflatten(b, drawn_form))
-
-        def flat(*values: Tensor) -> list[Tensor]:
-            nonlocal after
-            oracle.gradients = 0  # a trace may take two passes
-            leaves, after = pytree.tree_flatten(lift(one)(*values))
-            return leaves
-
-        def plainly() -> tuple[list[Tensor], pytree.TreeSpec, Took]:
-            stepped = flat(*values)
-            return stepped, form if after == form else after, took._replace(gradients=oracle.gradients)
-
-        key = (place, id(form), tuple((value.shape, value.stride()) for value in values))
-        if key not in known:  # with its form, so that no other gets that id
-            known[key] = form, *self._use(exchange, place, one, values, (form, drawn_form))
-        _, name, took = known[key]
-        moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
-        large = not self.on_gpu and took.flops * len(values[0]) > TRACE_BELOW
-        if self.mode == "loop" or moving or large or (self.on_gpu and not self.graphs.recording):
-            return plainly()
-        self.uses[name] = self.uses.get(name, 0) + 1
-        if self.uses[name] <= TRACE_FROM and not self.on_gpu:
-            return plainly()
-        if name not in self.traces:
-            try:
-                traced = (compiled if self.compile else trace)(flat, values)
-                self.traces[name] = (traced, after, oracle.gradients)
-            except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
-                log.info("phase %r is not traced: %s", exchange.phase, _first_line(error))
-                self.traces[name] = None
-        if (found := self.traces[name]) is None:
-            return plainly()
-        run, after, gradients = found
-        return list(run(*values)), after, took._replace(gradients=gradients)
-
-
-def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
-    """Run something of a client's; its error names the client and the place."""
-    try:
-        return run()
-    except ClientError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"client {client}, {place}: {_first_line(error)}") from error
-    except Exception as error:
-        raise ClientError(f"client {client}, {place}: {type(error).__name__}: {_first_line(error)}") from error
-
-
-def _turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
-    """Where clients remember, their tasks follow each other: each may leave a memory for the next."""
-    if not work or not work[0].exchange.role.remembers:
-        return [work]
-    turns: dict[int, list[Assignment]] = defaultdict(list)
-    before: Counter[int] = Counter()
-    for w in work:
-        turns[before[w.client]].append(w)
-        before[w.client] += 1
-    return turns.values()
-
-
-def _by_exchange(work: list[Assignment]) -> dict[Exchange, list[Assignment]]:
-    groups: dict[Exchange, list[Assignment]] = defaultdict(list)
-    for w in work:
-        groups[w.exchange].append(w)
-    return groups
-
-
-def _form(values: Mapping[str, Any]) -> str:
-    """What can be stacked has the same form."""
-    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(values))) if values else ""
 
 
 def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
@@ -510,26 +326,3 @@ def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict
 def _moved(which: Tensor, new: Any, old: Any) -> Any:
     """The new values of those clients, the old ones of the others."""
     return pytree.tree_map(lambda n, o: torch.where(which.view(-1, *[1] * (n.ndim - 1)), n, o), new, old)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or "no message"
-
-
-def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn, written for one client, over the leading axis of every tensor of its arguments."""
-
-    def run(*args: Any) -> Any:
-        values, form = pytree.tree_flatten(args)
-        return vmap(lambda *values: fn(*pytree.tree_unflatten(values, form)))(*values)
-
-    return run
-
-
-def single(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a stack of one, without vmap."""
-
-    def run(*args: Any) -> Any:
-        return pytree.tree_map(lambda t: t.unsqueeze(0), fn(*pytree.tree_map(lambda t: t[0], args)))
-
-    return run

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
-from fedbilevel.federation.clients import on_client, stacked
+from fedbilevel.federation.steps import stacked
+from fedbilevel.federation.work import on_client
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, ClientData, Data, leaves, like
 from fedbilevel.rng import fold_in, root, rows, subset

@@ -20,7 +20,7 @@ from fedbilevel import checks
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import Each, Ledger, QuorumError, Replies, Reply, Values
 from fedbilevel.federation.batches import passes
-from fedbilevel.federation.clients import Assignment, Exchange, Took
+from fedbilevel.federation.work import Assignment, Exchange, Took
 from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
 from fedbilevel.rng import fold_in, integers, root, subset

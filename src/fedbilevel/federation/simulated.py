@@ -20,9 +20,10 @@ from fedbilevel import checks, devices
 from fedbilevel.environment import Environment
 from fedbilevel.federation import ranks
 from fedbilevel.federation.base import Each, Replies, Values, join, row, wrong
-from fedbilevel.federation.clients import Assignment, Clients, Exchange, Part, Took, on_client
+from fedbilevel.federation.clients import Clients
 from fedbilevel.federation.losses import Losses
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel, chosen
+from fedbilevel.federation.work import Assignment, Exchange, Part, Took, on_client
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, root, subset
 from fedbilevel.submodels import Submodel, units

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fedbilevel import checks, tasks
 from fedbilevel.federation.base import log
-from fedbilevel.federation.clients import Assignment, Clients, Exchange
+from fedbilevel.federation.clients import Clients
 from fedbilevel.federation.flower.wire import WireError, decode, encode, one_line
 from fedbilevel.federation.losses import ClientLosses
+from fedbilevel.federation.work import Assignment, Exchange
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import ClientData
 from fedbilevel.runs import checkpoint

@@ -1,0 +1,162 @@
+"""The parts of tasks, as they run: each kind is measured once, and a step that is used often is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+
+from fedbilevel.federation.base import log
+from fedbilevel.federation.graphs import Graphs
+from fedbilevel.federation.meter import Meter
+from fedbilevel.federation.work import Exchange, Took, first_line
+from fedbilevel.oracle import Oracle
+from fedbilevel.problem import Problem
+from fedbilevel.trace import Flat, compiled, trace
+from fedbilevel.tree import nbytes
+
+if TYPE_CHECKING:
+    from fedbilevel.algorithms.base import Algorithm
+
+TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
+TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
+
+Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
+Known = dict[Hashable, tuple[pytree.TreeSpec, str, Took]]
+
+
+class Steps:
+    """Runs and measures the parts of an algorithm's tasks. graphs: of a GPU, where a step is traced while it is
+    recorded and runs as it is written otherwise; None on a CPU."""
+
+    def __init__(
+        self, problem: Problem, algorithm: Algorithm, mode: str, graphs: Graphs | None, compile_: bool
+    ) -> None:
+        self.problem, self.algorithm, self.mode, self.graphs = problem, algorithm, mode, graphs
+        self.trace = compiled if compile_ else trace
+        self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of part, for one client
+        self.uses: dict[str, int] = {}  # of each kind of part, by a stack of one size
+        self.names: dict[Hashable, str] = {}
+        self.parts: dict[Hashable, tuple[str, str]] = {}  # the names of a part: of a stack's, of a client's
+        self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
+
+    def mark(self) -> dict[str, Any]:
+        # Traces round differently: a resumed run must trace the same steps.
+        return {"measured": dict(self.measured), "uses": dict(self.uses)}
+
+    def back(self, mark: Mapping[str, Any]) -> None:
+        self.measured, self.uses = dict(mark["measured"]), dict(mark["uses"])
+
+    def used(self, name: str) -> int:
+        """How often, this time included."""
+        self.uses[name] = self.uses.get(name, 0) + 1
+        return self.uses[name]
+
+    def name(self, key: Hashable) -> str:
+        """A short name, the same in every process."""
+        if key not in self.names:
+            self.names[key] = blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        return self.names[key]
+
+    def took(self, exchange: Exchange, place: str, fn: Callable[..., Any], *args: Any) -> Took:
+        values, form = pytree.tree_flatten(args)
+        return self._use(exchange, place, lambda *values: fn(*pytree.tree_unflatten(values, form)), values, form)[1]
+
+    def _use(
+        self, exchange: Exchange, place: str, fn: Callable[..., Any], values: list[Tensor], form: Hashable
+    ) -> tuple[str, Took]:
+        """The name of a part of a task, by its shapes, and what it takes of one client.
+
+        That is measured once, by running the first client of the stack alone: a stack holds more than its clients
+        would, and a trace leaves out what is computed for nothing.
+        """
+        key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
+        if key not in self.parts:
+            one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
+            self.parts[key] = self.name(key), self.name(one)
+        name, kind = self.parts[key]
+        if kind not in self.measured:
+            alone = [value[:1] for value in values]
+            with Meter() as meter:
+                single(fn)(*alone)
+            self.measured[kind] = (meter.flops, nbytes(alone) + meter.peak_bytes)
+        flops, peak_bytes = self.measured[kind]
+        return name, Took(flops=flops, peak_bytes=peak_bytes)
+
+    def step(
+        self,
+        exchange: Exchange,
+        place: str,
+        carry: list[Tensor],
+        form: pytree.TreeSpec,
+        batch: Any,
+        lift: Lift,
+        known: Known,
+    ) -> tuple[list[Tensor], pytree.TreeSpec, Took]:
+        """One step of a stack, and what each client spent on it. `known`: steps of this task, by what is quick to tell.
+
+        Once it has been used often the step is traced, and replayed from then on. How often is in the checkpoint: a
+        resumed run makes the same choice, and so the same bits, as one that was never stopped.
+        """
+        drawn, drawn_form = pytree.tree_flatten(batch)
+        values, oracle, step = [*carry, *drawn], Oracle(self.problem), getattr(exchange.role, place)
+        after = form
+
+        def one(*values: Tensor) -> Any:
+            c, b = values[: len(carry)], values[len(carry) :]
+            return step(pytree.tree_unflatten(c, form), oracle, pytree.tree_unflatten(b, drawn_form))
+
+        def flat(*values: Tensor) -> list[Tensor]:
+            nonlocal after
+            oracle.gradients = 0  # a trace may take two passes
+            leaves, after = pytree.tree_flatten(lift(one)(*values))
+            return leaves
+
+        def plainly() -> tuple[list[Tensor], pytree.TreeSpec, Took]:
+            stepped = flat(*values)
+            return stepped, form if after == form else after, took._replace(gradients=oracle.gradients)
+
+        key = (place, id(form), tuple((value.shape, value.stride()) for value in values))
+        if key not in known:  # with its form, so that no other gets that id
+            known[key] = form, *self._use(exchange, place, one, values, (form, drawn_form))
+        _, name, took = known[key]
+        moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
+        large = not self.graphs and took.flops * len(values[0]) > TRACE_BELOW
+        if self.mode == "loop" or moving or large or (self.graphs and not self.graphs.recording):
+            return plainly()
+        if self.used(name) <= TRACE_FROM and not self.graphs:
+            return plainly()
+        if name not in self.traces:
+            try:
+                traced = self.trace(flat, values)
+                self.traces[name] = (traced, after, oracle.gradients)
+            except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
+                log.info("phase %r is not traced: %s", exchange.phase, first_line(error))
+                self.traces[name] = None
+        if (found := self.traces[name]) is None:
+            return plainly()
+        run, after, gradients = found
+        return list(run(*values)), after, took._replace(gradients=gradients)
+
+
+def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn, written for one client, over the leading axis of every tensor of its arguments."""
+
+    def run(*args: Any) -> Any:
+        values, form = pytree.tree_flatten(args)
+        return vmap(lambda *values: fn(*pytree.tree_unflatten(values, form)))(*values)
+
+    return run
+
+
+def single(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a stack of one, without vmap."""
+
+    def run(*args: Any) -> Any:
+        return pytree.tree_map(lambda t: t.unsqueeze(0), fn(*pytree.tree_map(lambda t: t[0], args)))
+
+    return run

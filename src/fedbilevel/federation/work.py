@@ -1,0 +1,114 @@
+"""A client's task: what it is given, what it replies, what it takes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils import _pytree as pytree
+
+from fedbilevel.environment import Environment
+from fedbilevel.federation.base import ClientError
+from fedbilevel.phase import Phase
+from fedbilevel.submodels import Submodel
+
+if TYPE_CHECKING:
+    from fedbilevel.algorithms.base import Algorithm
+
+
+class Exchange:
+    """What the tasks of one `ask` or `post` have in common; those on different submodels are exchanges of their own."""
+
+    def __init__(
+        self,
+        phase: str,
+        settings: Algorithm,
+        shared: Mapping[str, Any],
+        round_: int,
+        iteration: int,
+        submodel: Submodel | None = None,
+    ) -> None:
+        self.phase, self.settings, self.shared = phase, settings, shared
+        self.round, self.iteration, self.submodel = round_, iteration, submodel
+        self.role: Phase = settings.phases[phase](settings)
+        self.form = form_of(shared)
+
+    def batch_size(self, environment: Environment) -> int | None:
+        return None if self.role.full else environment.batch_size
+
+    def __str__(self) -> str:
+        return f"phase {self.phase!r}, round {self.round}"
+
+
+class Assignment(NamedTuple):
+    """One client's task. `number` is unique in the run, and `key`, the root of the client's draws, comes from it."""
+
+    exchange: Exchange
+    number: int
+    place: int
+    client: int
+    steps: int
+    each: Mapping[str, Any]
+    key: int
+
+
+class Took(NamedTuple):
+    """What a client spent on a task, or on a part of one; `peak_bytes` is the most it held at once."""
+
+    samples: int = 0
+    gradients: int = 0
+    flops: int = 0
+    peak_bytes: int = 0
+
+    def then(self, other: Took) -> Took:
+        samples, gradients, flops, _ = (a + b for a, b in zip(self, other, strict=True))
+        return Took(samples, gradients, flops, max(self.peak_bytes, other.peak_bytes))
+
+
+class Part(NamedTuple):
+    """Some tasks, the stack of their replies, and what each of them took."""
+
+    work: list[Assignment]
+    values: dict[str, Any]
+    took: Took
+
+
+def turns(work: list[Assignment]) -> Iterable[list[Assignment]]:
+    """Where clients remember, their tasks follow each other: each may leave a memory for the next."""
+    if not work or not work[0].exchange.role.remembers:
+        return [work]
+    turns: dict[int, list[Assignment]] = defaultdict(list)
+    before: Counter[int] = Counter()
+    for w in work:
+        turns[before[w.client]].append(w)
+        before[w.client] += 1
+    return turns.values()
+
+
+def by_exchange(work: list[Assignment]) -> dict[Exchange, list[Assignment]]:
+    groups: dict[Exchange, list[Assignment]] = defaultdict(list)
+    for w in work:
+        groups[w.exchange].append(w)
+    return groups
+
+
+def form_of(values: Mapping[str, Any]) -> str:
+    """What can be stacked has the same form."""
+    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(values))) if values else ""
+
+
+def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
+    """Run something of a client's; its error names the client and the place."""
+    try:
+        return run()
+    except ClientError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"client {client}, {place}: {first_line(error)}") from error
+    except Exception as error:
+        raise ClientError(f"client {client}, {place}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or "no message"
