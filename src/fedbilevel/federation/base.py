@@ -446,7 +446,7 @@ def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, 
         values = values if values.is_floating_point() else values.double()
         return (there(values.device, values.dtype) @ values.reshape(len(values), -1)).reshape(values.shape[1:])
 
-    return pytree.tree_map(total, stack)  # type: ignore[no-any-return]
+    return {name: value.map(total) if isinstance(value, Tree) else total(value) for name, value in stack.items()}
 
 
 def row(stack: Values, j: int) -> Values:

@@ -19,7 +19,7 @@ from fedbilevel.federation.features import Tables, embedded, look_up
 from fedbilevel.federation.graphs import Graphs, Program, kinds
 from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
-from fedbilevel.federation.pool import Apart, Pool, Pools, together
+from fedbilevel.federation.pool import Apart, Pool, Pools
 from fedbilevel.federation.steps import Known, Lift, Steps, single, stacked
 from fedbilevel.federation.work import (
     Assignment,
@@ -218,7 +218,8 @@ class Clients:
         start = 0
         for length, count in Counter(lengths).items():
             end = start + count
-            values = pytree.tree_map(lambda t, rows=slice(start, end): t[rows], replies)
+            part = slice(start, end)
+            values = replies if count == len(work) else pytree.tree_map(lambda t, part=part: t[part], replies)
             took = spent[length]._replace(peak_bytes=spent[length].peak_bytes + nbytes(features) // len(work))
             yield Part(work[start:end], values, took.then(embedding))
             start = end
@@ -227,7 +228,7 @@ class Clients:
         self, side: str, data: Sequence[ClientData], numbers: list[int], batches: int, extent: Extent
     ) -> tuple[Pool, Tensor] | None:
         """One place in which the samples of a stack lie, and where each client's begin; None if it does not pay."""
-        if not self.on_gpu and (found := together([getattr(client, side) for client in data])):
+        if not self.on_gpu and (found := self.pools.together(side, data)):
             return found
         # In memory it costs a copy of all samples: it pays if as many are drawn, a few at a time.
         if self.on_gpu or extent.batch < extent.most <= batches * extent.batch:
@@ -308,9 +309,12 @@ class Clients:
             batch = batches.at(k, len(carry[0]))
             if given["features"]:
                 batch = Features(*batch) if role.draws == 1 else tuple(Features(*part) for part in batch)
-            stepped, form, more = self.steps.step(exchange, "step" if k else "first", carry, form, batch, lift, known)
+            place = "step" if k else "first" if lengths[0] > 1 else "only"
+            stepped, form, more = self.steps.step(exchange, place, carry, form, batch, lift, known)
             carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
             spent.append(spent[-1].then(more)._replace(samples=batches.samples))
+        if lengths[0] == 1:
+            return pytree.tree_unflatten(carry, form), spent
         carries = [pytree.tree_unflatten(*final) for final in [(carry, form), *reversed(done)]]
         last = self.steps.took(exchange, "finish", role.finish, carries[0])
         replies = [lift(role.finish)(final) for final in carries]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -79,28 +81,31 @@ class Pool:
         return like(self.like, [tensor.index_select(0, places).unflatten(0, indices.shape) for tensor in self.tensors])
 
 
-def together(data: Sequence[Data]) -> tuple[Pool, Tensor] | None:
-    """A pool that needs no copies, where the clients' tensors are parts of one, as those of tasks are."""
-    pool, starts = Pool(0, "cpu"), []
-    for column in zip(*([tensor for _, tensor in leaves(side)] for side in data), strict=True):
-        first = column[0]
-        storage, width, row = first.untyped_storage(), first.stride(0), first.stride()
-        for t in column:
-            here = t.untyped_storage().data_ptr() == storage.data_ptr() and t.stride() == row and t.is_contiguous()
-            if not here or not width or t.storage_offset() % width:
-                return None
-        starts.append([t.storage_offset() // width for t in column])
-        pool.tensors.append(first.as_strided((storage.nbytes() // first.itemsize // width, *first.shape[1:]), row, 0))
-    pool.like = data[0]
-    return (pool, torch.tensor(starts[0])) if all(begin == starts[0] for begin in starts) else None
-
-
 class Pools:
     """A pool for each side and kind of sample."""
 
     def __init__(self, memory: int, device: str) -> None:
         self.memory, self.device = memory, device
         self.pools: dict[Hashable, Pool] = {}
+        self._places: WeakKeyDictionary[ClientData, dict[str, Place]] = WeakKeyDictionary()
+
+    def together(self, side: str, clients: Sequence[ClientData]) -> tuple[Pool, Tensor] | None:
+        """A pool that needs no copies, where the clients' tensors are parts of one, as those of tasks are."""
+        places = []
+        for client in clients:
+            if client not in self._places:
+                self._places[client] = {name: _place(getattr(client, name)) for name in ("train", "val")}
+            places.append(self._places[client][side])
+        whole = places[0].whole
+        if whole is None or any(place.whole != whole for place in places):
+            return None
+        pool = Pool(0, "cpu")
+        pool.like = getattr(clients[0], side)
+        for _, first in leaves(pool.like):
+            storage, width = first.untyped_storage(), first.stride(0)
+            count = storage.nbytes() // first.itemsize // width
+            pool.tensors.append(first.as_strided((count, *first.shape[1:]), first.stride(), 0))
+        return pool, torch.tensor([place.start for place in places])
 
     def bring(self, side: str, numbers: Sequence[int], clients: Sequence[ClientData]) -> tuple[Pool, Tensor]:
         """The pool of these clients, and where the samples of each begin in it."""
@@ -108,3 +113,19 @@ class Pools:
         pool = self.pools.setdefault(kind, Pool(self.memory // 2, self.device))
         pool.bring({i: getattr(client, side) for i, client in zip(numbers, clients, strict=True)})
         return pool, sent([pool.starts[i] for i in numbers], self.device)
+
+
+class Place(NamedTuple):
+    """The memory that the tensors of one side are parts of, None if they are not, and the sample they begin at."""
+
+    whole: Hashable
+    start: int
+
+
+def _place(data: Data) -> Place:
+    tensors = [tensor for _, tensor in leaves(data)]
+    starts = {divmod(int(t.storage_offset()), t.stride(0) or 1) for t in tensors}
+    start, off = next(iter(starts))
+    if len(starts) > 1 or off or not all(t.is_contiguous() and t.stride(0) for t in tensors):
+        return Place(None, 0)
+    return Place(tuple((t.untyped_storage().data_ptr(), t.stride()) for t in tensors), start)

@@ -220,9 +220,9 @@ class Runtime(ABC):
         staleness = self.ledger.iterations - w.exchange.iteration
         return Reply(w.place, w.client, w.steps, len(self) * self.weights[w.client], staleness, values={})
 
-    def _count(self, work: list[Assignment], took: Sequence[Sequence[int]]) -> None:
+    def _count(self, work: list[Assignment], took: Sequence[Sequence[int]], **more: Sequence[int]) -> None:
         amounts = dict(zip(Took._fields, map(list, zip(*took, strict=True)), strict=True))
-        self.ledger.charge(work[0].exchange.phase, [w.client for w in work], **amounts)
+        self.ledger.charge(work[0].exchange.phase, [w.client for w in work], **amounts, **more)
 
     def _quorum(self, asked: int, replies: Replies) -> Replies:
         """The end of an `ask`."""

@@ -209,9 +209,8 @@ class SimulatedFederation(Runtime):
             notes = [take(part) for part in self._run(work)]
         tasks = {w.number: w for w in work}
         for numbers, took, sent in notes:
-            self._count([tasks[number] for number in numbers], [took] * len(numbers))
-            senders = [tasks[number].client for number in numbers if number not in lost]
-            self.ledger.charge(replies.phase, senders, bytes_up=[sent] * len(senders))
+            up = [0 if number in lost else sent for number in numbers]
+            self._count([tasks[number] for number in numbers], [took] * len(numbers), bytes_up=up)
 
     def _run(self, work: list[Assignment]) -> Iterator[Part]:
         """What all ranks compute, each of its own clients."""

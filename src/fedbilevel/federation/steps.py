@@ -42,6 +42,7 @@ class Steps:
         self.uses: dict[str, int] = {}  # of each kind of part, by a stack of one size
         self.names: dict[Hashable, str] = {}
         self.parts: dict[Hashable, tuple[str, str]] = {}  # the names of a part: of a stack's, of a client's
+        self.finishes: dict[str, Took] = {}  # what a finish takes after a step
         self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
 
     def mark(self) -> dict[str, Any]:
@@ -49,7 +50,7 @@ class Steps:
         return {"measured": dict(self.measured), "uses": dict(self.uses)}
 
     def back(self, mark: Mapping[str, Any]) -> None:
-        self.measured, self.uses = dict(mark["measured"]), dict(mark["uses"])
+        self.measured, self.uses, self.finishes = dict(mark["measured"]), dict(mark["uses"]), {}
 
     def used(self, name: str) -> int:
         """How often, this time included."""
@@ -98,13 +99,14 @@ class Steps:
         known: Known,
     ) -> tuple[list[Tensor], pytree.TreeSpec, Took]:
         """One step of a stack, and what each client spent on it. `known`: steps of this task, by what is quick to tell.
+        The "only" step of a task is its first with its finish: a trace then leaves out what no reply needs.
 
         Once it has been used often the step is traced, and replayed from then on. How often is in the checkpoint: a
         resumed run makes the same choice, and so the same bits, as one that was never stopped.
         """
         drawn, drawn_form = pytree.tree_flatten(batch)
-        values, oracle, step = [*carry, *drawn], Oracle(self.problem), getattr(exchange.role, place)
-        after = form
+        values, oracle, role = [*carry, *drawn], Oracle(self.problem), exchange.role
+        step, after = role.step if place == "step" else role.first, form
 
         def one(*values: Tensor) -> Any:
             c, b = values[: len(carry)], values[len(carry) :]
@@ -113,7 +115,8 @@ class Steps:
         def flat(*values: Tensor) -> list[Tensor]:
             nonlocal after
             oracle.gradients = 0  # a trace may take two passes
-            leaves, after = pytree.tree_flatten(lift(one)(*values))
+            whole = (lambda *values: role.finish(one(*values))) if place == "only" else one
+            leaves, after = pytree.tree_flatten(lift(whole)(*values))
             return leaves
 
         def plainly() -> tuple[list[Tensor], pytree.TreeSpec, Took]:
@@ -122,7 +125,13 @@ class Steps:
 
         key = (place, id(form), tuple((value.shape, value.stride()) for value in values))
         if key not in known:  # with its form, so that no other gets that id
-            known[key] = form, *self._use(exchange, place, one, values, (form, drawn_form))
+            name, took = self._use(exchange, place, one, values, (form, drawn_form))
+            if place == "only":
+                if name not in self.finishes:
+                    stepped = single(one)(*(value[:1] for value in values))
+                    self.finishes[name] = self.took(exchange, "finish", role.finish, stepped)
+                took = took.then(self.finishes[name])
+            known[key] = form, name, took
         _, name, took = known[key]
         moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
         large = not self.graphs and took.flops * len(values[0]) > TRACE_BELOW
