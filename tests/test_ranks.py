@@ -97,6 +97,7 @@ def rank(number: int, folder: Path, port: int) -> None:
     told = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", **{name: str(value) for name, value in told.items()}}
     outcomes = [call("run", folder / "a.toml", "--out", folder / "tool") for _ in range(2)]
+    outcomes.append(call("compare", folder / "a.toml", "--out", folder / "compared"))
     (folder / f"tool-{number}").write_text(json.dumps(outcomes))
 
 
@@ -150,4 +151,7 @@ def test_the_tool_has_one_folder_and_one_voice(both: Path) -> None:
         2,
         f"error: {folder} holds a run already; go on with --resume or give another folder with --out\n",
     ]
-    assert second == [[0, "", ""], [2, "", ""]]
+    why = "torchrun has started 2 processes; `fedbilevel compare` is one, only `run` is shared out"
+    assert first[2] == [2, "", f"error: {why}\n"]
+    assert second == [[0, "", ""], [2, "", ""], [2, "", ""]]
+    assert not (both / "compared").exists()

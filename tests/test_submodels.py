@@ -55,6 +55,8 @@ def test_cut_and_spread(u: set[int], v: set[int]) -> None:
 
 WRONG = {
     "unknown tensor": ({"q": ("u",)}, "axes names 'q', which is neither in x nor in y; there are x, y"),
+    "nothing": (None, "axes is None; it must be a dict that names the dimensions of tensors"),
+    "a number": ({"x": 1}, r"axes\['x'\] is 1; it must be a tuple, a name or None for each dimension"),
     "dimensions": ({"x": ("u", None)}, r"axes\['x'\] is \('u', None\); it must have an entry for each dimension of"),
     "multiples": (
         {"x": ("u",), "y": ("u",)},
@@ -68,7 +70,7 @@ def test_axes_that_do_not_fit_are_refused(axes: Any, sentence: str) -> None:
     def loss(x: Tree, y: Tree, batch: Any) -> Tensor:
         return dot(x, x)
 
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
         fb.Problem(upper=loss, lower=loss, x={"x": torch.zeros(6)}, y={"y": torch.zeros(4)}, axes=axes)
 
 
@@ -375,5 +377,7 @@ def test_who_cannot_cut_says_so() -> None:
     task = fb.tasks.load("quadratic")
     with pytest.raises(ValueError, match=r"capacity is 0.5, but this problem names no axes to cut; it must be 1"):
         fb.solve(task.problem, task.clients, "rabo", rounds=1, environment=fb.Environment(capacity=0.5))
+    with pytest.raises(TypeError, match="segments is 3; it must be a tuple of whole numbers"):
+        RABO(segments=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"policy is 'segments' and segments is \(\); it takes both or neither"):
         RABO(policy="segments")

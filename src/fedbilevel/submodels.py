@@ -22,7 +22,11 @@ Axes = Mapping[str, tuple[str | None, ...]]
 def units(axes: Axes, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The number of units of every axis; refuses axes that do not fit the tensors."""
     sizes: dict[str, list[int]] = defaultdict(list)
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"axes is {axes!r}; it must be a dict that names the dimensions of tensors")
     for name, axis_names in axes.items():
+        if not isinstance(axis_names, (tuple, list)):
+            raise TypeError(f"axes[{name!r}] is {axis_names!r}; it must be a tuple, a name or None for each dimension")
         if name not in tensors:
             raise ValueError(f"axes names {name!r}, which is neither in x nor in y; there are {', '.join(tensors)}")
         if len(axis_names) != tensors[name].ndim:

@@ -19,6 +19,8 @@ Policy = Literal["static", "rolling", "importance", "segments"]
 
 def check_policy(policy: str, numbers: Sequence[int]) -> None:
     checks.one_of("policy", policy, get_args(Policy))
+    if not isinstance(numbers, (tuple, list)):
+        raise TypeError(f"segments is {numbers!r}; it must be a tuple of whole numbers")
     for number in numbers:
         checks.integer("segments", number, least=0)
     if (policy == "segments") != bool(numbers):

@@ -99,6 +99,8 @@ def run(
         )
 
     real = checks.one_of("federation", federation, ("simulated", "flower", "ray")) == "flower"
+    if federation != "simulated" and ranks.size() > 1:
+        raise ValueError(f"federation is {federation!r}; under torchrun it must be 'simulated'")
     if not real and (stock or keys):
         raise ValueError("--stock and --keys are for --federation flower")
     config = _with_clients(resolve, clients)
@@ -461,10 +463,17 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-) -> None: ...
+) -> None:
+    processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if processes > 1 and context.invoked_subcommand != "run":
+        if os.environ.get("RANK") != "0":  # the first one speaks for all
+            raise typer.Exit(2)
+        command = f"fedbilevel {context.invoked_subcommand}"
+        raise ValueError(f"torchrun has started {processes} processes; `{command}` is one, only `run` is shared out")
 
 
 ClickException: Any = typer.BadParameter.mro()[2]  # click's own or the one newer releases of typer bring along
