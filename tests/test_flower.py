@@ -17,6 +17,7 @@ from fedbilevel.cli import _with_clients, main
 from fedbilevel.federation import QuorumError, SimulatedFederation
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.flower import client, keys, warm
+from fedbilevel.federation.flower.deployment import Deployment, split
 from fedbilevel.federation.flower.wire import WireError, decode, encode
 from fedbilevel.runs import config as configs
 from fedbilevel.tasks import Task
@@ -615,3 +616,17 @@ def test_fewer_clients_than_take_part_all_take_part() -> None:
     found = _with_clients(lambda changes: configs.resolve(place, table, overrides=changes), 4)
     assert found.environment.participation == 4
     assert len(found.load_task(None).clients) == 4
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("0.0.0.0", "127.0.0.1:8000"),
+        ("::", "[::1]:8000"),
+        ("::1", "[::1]:8000"),
+        ("fl.example.org", "fl.example.org:8000"),
+    ],
+)
+def test_where_a_superlink_is_found(host: str, address: str) -> None:
+    assert Deployment(host, 8000).address == address
+    assert split(address) == (address[:-5].strip("[]"), 8000)

@@ -77,7 +77,8 @@ class Deployment:
     @property
     def address(self) -> str:
         """Where nodes on this machine and our own commands find the SuperLink."""
-        return f"{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="fedbilevel-"))
