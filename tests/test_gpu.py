@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 import fedbilevel as fb
 from fedbilevel import algorithms
+from fedbilevel.delays import Faults
 from fedbilevel.federation.graphs import Graphs
 from fedbilevel.federation.pool import Apart, Pool
 from fedbilevel.oracle import Features, Oracle
@@ -101,3 +102,57 @@ def test_bfloat16_rounds_the_backbone_and_nothing_else() -> None:
     Run(fed, {"rounds": 2}).advance()
     with pytest.raises(ValueError, match="names no embed"):
         quadratic(clients=2).problem.rounded("bf16")
+
+
+def doubtful(name: str, corrupt: float, trusting: bool, every: int = 10) -> Run:
+    """A run in which some replies are not finite, judged at once or when the next ones are there."""
+    task = quadratic(clients=5, samples=6, noise=0.5, seed=1)
+    environment = fb.Environment(local_steps=(1, 3), participation=4, faults=Faults(corrupt=corrupt))
+    fed = fb.SimulatedFederation(task.problem, task.clients, algorithms.get(name)(), environment)
+    fed.trusting = trusting
+    return Run(fed, {"rounds": 30}, every={"rounds": every})
+
+
+@pytest.mark.parametrize("name", ["simfbo", "shrofbo", "asfbo", "fednest", "aggitd", "unifbo", "fedavg"])
+def test_replies_taken_on_trust_count_as_if_they_had_been_looked_at(name: str) -> None:
+    one, other = (doubtful(name, 0.1, trusting) for trusting in (False, True))
+    assert list(one)
+    assert list(other)
+    check_agree(one, other)
+    assert one.fed.ledger.refused_replies == other.fed.ledger.refused_replies > 5
+    assert [m["upper_loss"] for m in one.history] == pytest.approx([m["upper_loss"] for m in other.history])
+
+
+def test_a_quorum_missed_on_trust_ends_the_run_one_round_later_and_is_not_forgotten() -> None:
+    at_once, later = (doubtful("simfbo", 0.999, trusting) for trusting in (False, True))
+    assert list(at_once)
+    assert list(later)
+    assert later.status == at_once.status == "diverged"
+    assert later.reason == at_once.reason
+    assert "round 1: 0 of 4 replies were accepted" in later.reason
+    assert (at_once.fed.ledger.rounds, later.fed.ledger.rounds) == (1, 2)
+    looked = doubtful("simfbo", 0.999, trusting=True, every=1)
+    assert list(looked)
+    assert (looked.reason, looked.fed.ledger.rounds) == (at_once.reason, 1)
+    saved = doubtful("simfbo", 0.999, trusting=True)
+    saved.advance()
+    resumed = doubtful("simfbo", 0.999, trusting=True)
+    resumed.fed.restore(saved.fed.snapshot())
+    with pytest.raises(fb.federation.QuorumError, match="round 1: 0 of 4"):
+        resumed.advance()
+
+
+def test_going_back_neither_loses_nor_doubles_what_was_taken_on_trust() -> None:
+    run = doubtful("simfbo", 0.5, trusting=True)
+    run.advance()
+    before, state = run.fed.mark(), run.state
+    for _ in range(2):
+        run.fed.back(before)
+        run.state = state
+        run.advance()
+    run.fed.settle()
+    straight = doubtful("simfbo", 0.5, trusting=False)
+    for _ in range(2):
+        straight.advance()
+    check_agree(straight, run)
+    assert run.fed.ledger.refused_replies == straight.fed.ledger.refused_replies > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,21 @@ def chosen(device: str) -> str:
 def sent(values: Any, device: str | torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers on a device, which is not waited for."""
     return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def fetched(tensor: Tensor) -> Callable[[], Tensor]:
+    """A tensor on the CPU, for later: whoever calls waits until the device has come that far, and no further."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def there() -> Tensor:
+        done.synchronize()
+        return here
+
+    return there
 
 
 def stack_bytes(device: str) -> int:

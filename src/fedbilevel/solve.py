@@ -85,6 +85,8 @@ class Run:
             before, spent = self.fed.mark(), self.spent()
             try:
                 self.advance()
+                if self._finished() or self._due(spent):
+                    self._clocked(self.fed.settle)
             except QuorumError as error:
                 self.status, self.reason = "diverged", str(error)
             except KeyboardInterrupt:
@@ -112,10 +114,16 @@ class Run:
 
     def advance(self) -> None:
         """One iteration."""
-        started = time.perf_counter()
+        self._clocked(self._advance)
+
+    def _advance(self) -> None:
         self.fed.settings = settings = self.fed.algorithm.at(self.fed.ledger.iterations)
         self.state = settings.iterate(self.state, self.fed)
         self.fed.ledger.iterations += 1
+
+    def _clocked(self, act: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        act()
         self.fed.ledger.wall_s += max(ranks.gather(time.perf_counter() - started))
 
     def _measure(self) -> dict[str, Any]:

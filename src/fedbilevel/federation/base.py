@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.devices import sent
+from fedbilevel.devices import fetched, sent
 from fedbilevel.federation import ranks
 from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
@@ -304,13 +304,18 @@ class Replies:
     `mean` applies p~_i = (n / |C|) p_i, where |C| counts accepted replies: it is for directions and displacements,
     whose expectation over cohorts it gets right, never for iterates (p~ sums to 1 only when the weights are uniform).
     `coverage_mean` is for submodels: in every coordinate the weighted mean over those who hold it, 0 where nobody does.
+
+    trusting: replies that are only summed are taken without a look at them, because a GPU would have to be waited for,
+    until `settle` is called or somebody asks who they are.
     """
 
-    def __init__(self, phase: str, place: str, role: Phase, problem: Problem) -> None:
+    def __init__(self, phase: str, place: str, role: Phase, problem: Problem, trusting: bool = False) -> None:
         self.phase, self.place, self.role, self.problem = phase, place, role, problem
+        self.trusting = trusting and role.summed
         self.idle: list[int] = []  # clients whose task has ended, well or not: whom to send the next one
         self.refused: list[str] = []
-        self._open: list[tuple[Sequence[Reply], Values, Values, Submodel | None]] = []  # one at most
+        self._open: list[tuple[Sequence[Reply], list[str], Callable[[], Tensor]]] = []  # and which values are finite
+        self._count: int | Tensor = 0  # of accepted replies, those included
         self._replies: list[Reply] = []
         self._sums: dict[str, Any] = {}
         self._parts: list[Reply] = []  # those that come from submodels
@@ -319,17 +324,11 @@ class Replies:
 
     def add(self, replies: Sequence[Reply], stack: dict[str, Any], submodel: Submodel | None = None) -> None:
         """Take a stack of values (leading axis: clients), one for each of `replies`; those not finite are refused."""
-        self.settle()
         stack = {**stack, "steps": torch.tensor([reply.steps for reply in replies], dtype=torch.float64)}
-        self._open.append((replies, stack, _weighted_sum(replies, stack), submodel))
-        if next(iter(self.problem.x.values())).device.type == "cpu":
-            self.settle()
-
-    def settle(self) -> None:
-        """Look at what was added last; until then a GPU is not waited for."""
-        if not self._open:
+        if self.trusting and submodel is None:
+            self._trust(replies, stack)
             return
-        replies, stack, sums, submodel = self._open.pop()
+        sums = _weighted_sum(replies, stack)
         if not is_finite(sums):
             keep = [j for j, reply in enumerate(replies) if self._check(reply.client, row(stack, j))]
             if not keep:
@@ -340,11 +339,39 @@ class Replies:
             like = {name: getattr(self.problem, kind) for name, kind in self.role.reply.items() if kind != "scalar"}
             sums |= {name: submodel.spread(sums[name], whole) for name, whole in like.items()}
             self._hold(replies, submodel)
-        self._sums = pytree.tree_map(torch.add, self._sums, sums) if self._sums else sums
+        self._add(sums, len(replies))
         if self.role.summed:
             self._replies += replies
         else:
             self._replies += [reply._replace(values=row(stack, j)) for j, reply in enumerate(replies)]
+
+    def _add(self, sums: Values, count: int | Tensor) -> None:
+        self._count = self._count + count
+        self._sums = pytree.tree_map(torch.add, self._sums, sums) if self._sums else sums
+
+    def _trust(self, replies: Sequence[Reply], stack: Values) -> None:
+        """Take replies where they are; those that are not finite count for nothing there, and `settle` names them."""
+        here = next(iter(self.problem.x.values())).device
+        stack = {**stack, "steps": sent(stack["steps"], here)}
+        finite = torch.stack([_largest(value).isfinite() for value in stack.values()])
+        good = finite.all(0)
+        self._add(_weighted_sum(replies, stack, good), good.sum())
+        self._open.append((replies, list(stack), fetched(finite)))
+
+    @property
+    def open(self) -> bool:
+        """Whether replies were taken that are yet to be looked at."""
+        return bool(self._open)
+
+    def settle(self) -> None:
+        """Look at them: a GPU is waited for."""
+        for replies, names, finite in self._open:
+            for reply, each in zip(replies, finite().T.tolist(), strict=True):
+                if all(each):
+                    self._replies.append(reply)
+                else:
+                    self.refuse(reply.client, f"{names[each.index(False)]} is not finite")
+        self._open = []
 
     def _hold(self, replies: Sequence[Reply], submodel: Submodel) -> None:
         for kind in dict.fromkeys(kind for kind in self.role.reply.values() if kind != "scalar"):
@@ -358,7 +385,6 @@ class Replies:
         """With several ranks, each of which has added replies of its own: all have then added all of them."""
         if ranks.size() == 1:
             return
-        self.settle()
         sums = {"sums": self._sums, "held": self._held, "weights": self._weights}
         everyone = ranks.gather((self._replies, self._parts, self.refused, ranks.sent(sums, "meta")))
         replies, parts, refused, forms = zip(*everyone, strict=True)
@@ -392,17 +418,19 @@ class Replies:
 
     def mean(self, name: str) -> Any:
         """sum over C of p~_i value_i: a tree, or a number for scalars and "steps"."""
-        if not len(self):
+        if not self._open and not self._replies:
             raise QuorumError(f"{self.place}: no reply was accepted")
         if name not in self._sums:
             raise KeyError(f"phase {self.phase!r} replies with {', '.join(self._sums)}, not {name!r}")
         if self._parts and self.role.reply.get(name, "scalar") != "scalar":
             raise RuntimeError(f"{self.place}: {name!r} comes from submodels; it has a coverage_mean, no mean")
-        total = pytree.tree_map(lambda t: t / len(self), self._sums[name])
-        return total if isinstance(total, Tree) else float(total)
+        count = self._count if self._open else len(self)
+        total = pytree.tree_map(lambda t: t / count, self._sums[name])
+        return total if isinstance(total, Tree) or self._open else float(total)
 
     def coverage_mean(self, name: str) -> Tree:
         """In every coordinate k, sum p_i value_i / sum p_i over those i in C that hold k; 0 where that is 0/0."""
+        self.settle()
         if not self._parts:
             total = _weight(self._replies)
             return self.mean(name) * (len(self) / total if total else 0.0)  # type: ignore[no-any-return]
@@ -438,13 +466,23 @@ def _weight(replies: Sequence[Reply]) -> float:
     return sum(reply.weight for reply in replies)
 
 
-def _weighted_sum(replies: Sequence[Reply], stack: dict[str, Any]) -> dict[str, Any]:
+def _largest(value: Tensor | Tree) -> Tensor:
+    """The largest entry of every reply in a stack; NaN where there is one."""
+    tensors = value.values() if isinstance(value, Tree) else [value]
+    rows = [(t if t.is_floating_point() else t.double()).reshape(len(t), -1) for t in tensors]
+    return torch.stack([torch.linalg.vector_norm(row, torch.inf, 1).double() for row in rows]).amax(0)
+
+
+def _weighted_sum(replies: Sequence[Reply], stack: Values, good: Tensor | None = None) -> Values:
+    """Over all of them, or over those that are good."""
     weights = [reply.weight for reply in replies]
     there = functools.lru_cache(functools.partial(sent, weights))  # once for each device and dtype
 
     def total(values: Tensor) -> Tensor:
-        values = values if values.is_floating_point() else values.double()
-        return (there(values.device, values.dtype) @ values.reshape(len(values), -1)).reshape(values.shape[1:])
+        rows = (values if values.is_floating_point() else values.double()).reshape(len(values), -1)
+        if good is not None:
+            rows = rows.where(good.unsqueeze(1), 0.0)
+        return (there(rows.device, rows.dtype) @ rows).reshape(values.shape[1:])
 
     return {name: value.map(total) if isinstance(value, Tree) else total(value) for name, value in stack.items()}
 

@@ -37,7 +37,7 @@ class Runtime(ABC):
     """What a simulation and a real federation have in common: with the same seed both ask the same clients for the same
     tasks with the same draws, and treat the replies alike. How messages reach the clients is theirs."""
 
-    KEPT: ClassVar[tuple[str, ...]] = ("cohorts", "draws", "assignments", "recorded", "heard")
+    KEPT: ClassVar[tuple[str, ...]] = ("cohorts", "draws", "assignments", "recorded", "heard", "missed")
     weights: Sequence[float]
 
     def __init__(
@@ -68,6 +68,8 @@ class Runtime(ABC):
         self.assignments = 0
         self.recorded: dict[str, tuple[float | Tensor, int]] = {}  # sums (maxima) and counts
         self.heard: set[int] = set()
+        self.trusted: tuple[int, Replies] | None = None  # how many were asked, and what they said
+        self.missed = ""  # the quorum that was
 
     def __len__(self) -> int:
         return self.n
@@ -144,10 +146,11 @@ class Runtime(ABC):
 
     def mark(self) -> dict[str, Any]:
         """Everything but the state that the next iteration depends on or adds to, to go `back` to until the next."""
-        return {"ledger": self.ledger.mark(), **self._kept()}
+        return {"ledger": self.ledger.mark(), "trusted": self.trusted, **self._kept()}
 
     def back(self, mark: Mapping[str, Any]) -> None:
         self.ledger.back(mark["ledger"])
+        self.trusted = mark["trusted"]
         self._keep(mark)
 
     def _kept(self) -> dict[str, Any]:
@@ -159,6 +162,7 @@ class Runtime(ABC):
 
     def snapshot(self) -> dict[str, Any]:
         """The same as plain values and tensors, for a file."""
+        self._judge()
         own = {"recorded": self._recorded(), "heard": sorted(self.heard)}
         return {"ledger": asdict(self.ledger), **self._kept(), **own}
 
@@ -225,21 +229,35 @@ class Runtime(ABC):
         self.ledger.charge(work[0].exchange.phase, [w.client for w in work], **amounts, **more)
 
     def _quorum(self, asked: int, replies: Replies) -> Replies:
-        """The end of an `ask`."""
+        """The end of an `ask`. Replies that were taken on trust are judged when the next are there: a GPU is then busy
+        with those."""
+        self.settle()
+        self.trusted = asked, replies
+        if not replies.open:
+            self.settle()
+        self.record(**replies.coverage())
+        return replies
+
+    def settle(self) -> None:
+        """Judge the replies that were taken on trust, if any."""
+        self._judge()
+        if self.missed:
+            raise QuorumError(self.missed)
+
+    def _judge(self) -> None:
+        if self.trusted is None:
+            return
+        (asked, replies), self.trusted = self.trusted, None
         replies.settle()
         self.ledger.refused_replies += len(replies.refused)
         needed = min(self.environment.min_replies, asked)
         if len(replies) < needed:
             why = f" ({replies.refused[0]})" if replies.refused else ""
-            raise QuorumError(
-                f"{replies.place}: {len(replies)} of {asked} replies were accepted, at least {needed} needed{why}"
-            )
-        self.record(**replies.coverage())
-        return replies
+            accepted = f"{len(replies)} of {asked} replies were accepted"
+            self.missed = f"{replies.place}: {accepted}, at least {needed} needed{why}"
 
     def _collected(self, replies: Replies) -> Replies:
         """The end of a `collect`."""
-        replies.settle()
         self.ledger.refused_replies += len(replies.refused)
         self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:

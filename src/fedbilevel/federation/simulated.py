@@ -86,6 +86,7 @@ class SimulatedFederation(Runtime):
         room = devices.stack_bytes(device) if memory is None else memory
         coarse = problem.rounded(precision)
         self.engine = Clients(coarse, clients, algorithm, self.environment, device, self.mode, room, compile)
+        self.trusting = device != "cpu" and ranks.size() == 1
         self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
         self.pending: dict[int, Assignment] = {}  # those of them that are yet to be evaluated
         self.ready: dict[int, Ready] = {}  # what the others have computed
@@ -120,6 +121,7 @@ class SimulatedFederation(Runtime):
         self.ledger, self.free_at = deepcopy(ledger), dict(free_at)
         try:
             yield
+            self.settle()
         finally:
             self.ledger, self.free_at = ledger, free_at
 
@@ -179,7 +181,7 @@ class SimulatedFederation(Runtime):
     ) -> Replies:
         exchange, work = self._assign(phase, clients, each, submodels, shared)
         self.ledger.phase(phase).rounds += 1
-        replies = Replies(phase, str(exchange), exchange.role, self.problem)
+        replies = Replies(phase, str(exchange), exchange.role, self.problem, self.trusting)
         endings = self._send(work, self.now + (self.environment.deadline or float("inf")))
         lost = {ending.number for ending in endings if ending.lost}
         if exchange.role.remembers:  # what was posted before comes before
