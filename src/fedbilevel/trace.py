@@ -151,9 +151,11 @@ def _spent(value: Any, by: fx.Node) -> bool:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether what it returns shares no memory with what it was given."""
+    """Whether what it returns shares no memory with what it was given; `_unsafe_view` does, and does not say so."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and all(value.alias_info is None for value in schema.returns)
+    if schema is None or node.target is aten._unsafe_view.default:
+        return False
+    return all(value.alias_info is None for value in schema.returns)
 
 
 def _only_product(node: Any) -> bool:

@@ -403,6 +403,7 @@ class Replies:
 
     def coverage_mean(self, name: str) -> Tree:
         """In every coordinate k, sum p_i value_i / sum p_i over those i in C that hold k; 0 where that is 0/0."""
+        self.settle()
         if not self._parts:
             total = _weight(self._replies)
             return self.mean(name) * (len(self) / total if total else 0.0)  # type: ignore[no-any-return]
@@ -411,6 +412,7 @@ class Replies:
 
     def coverage(self) -> dict[str, float]:
         """Of x and of y, where they come from submodels."""
+        self.settle()
         found: dict[str, float] = {}
         for kind, tree in self._held.items():
             found |= coverage(kind, flatten(tree) + (len(self) - len(self._parts)))
