@@ -136,7 +136,15 @@ def whole_numbers(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
     return [n * 1.0, n + 2 * n, a.float() + 0.5 * n, n.double() + 0.5 * n]
 
 
-@pytest.mark.parametrize("fn", [in_place, overwritten_operand, broadcast_product, whole_numbers])
+def two_shapes_of_one_copy(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    turned = a.transpose(1, 2)  # whose reshape copies it, once for both
+    early = turned.reshape(5, 6)
+    return [turned.reshape(30) + b.reshape(30), early * 2, turned.reshape(10, 3).sin()]
+
+
+@pytest.mark.parametrize(
+    "fn", [in_place, overwritten_operand, broadcast_product, whole_numbers, two_shapes_of_one_copy]
+)
 def test_rewrites_change_nothing(fn: Any) -> None:
     args = draw(2, 3, 4), draw(2, 5, 3, tag="a"), draw(2, 5, 3, tag="b")
     expected = fn(*(a.clone() for a in args))
