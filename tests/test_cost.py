@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import fedbilevel as fb
+from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.delays import LogNormal
-from fedbilevel.federation import Ledger
+from fedbilevel.federation import Ledger, steps
 from fedbilevel.federation.base import Accounts
 from fedbilevel.federation.meter import Meter
 from fedbilevel.solve import Run
@@ -190,6 +191,49 @@ def test_stack_loop_and_chunks_cost_the_same(name: str) -> None:
     assert stack.phases == loop.phases == chunks.phases
     assert all(stack.clients[i] == loop.clients[i] == chunks.clients[i] for i in range(4))
     assert stack.totals()["flops"] > 0
+
+
+class Last(Phase):
+    """Most of its memory and some of its products are in `finish`."""
+
+    steps, batch = "local", "train"
+    reply: ClassVar = {"g": "y"}
+
+    def start(self, m: Message) -> Any:
+        return m.x, m.y
+
+    def step(self, c: Any, oracle: Any, batch: Any) -> Any:
+        return c[0], oracle.lower_gradient_y(*c, batch)
+
+    def finish(self, c: Any) -> dict[str, Any]:
+        return {"g": c[1].map(lambda w: w @ (w.T @ w) + torch.zeros(9000).sum())}
+
+
+class AtLast(Algorithm):
+    name = "at-last"
+    phases: ClassVar = {"last": Last}
+
+    def init(self, problem: fb.Problem) -> Any: ...
+
+    def iterate(self, s: Any, fed: Any) -> Any: ...
+
+
+@pytest.mark.parametrize("trace_from", [0, 10**9], ids=["traced", "as written"])
+def test_a_task_of_one_step_pays_for_its_end(trace_from: int, monkeypatch: Any) -> None:
+    """The same, whoever it is stacked with, and after a restart."""
+    monkeypatch.setattr(steps, "TRACE_FROM", trace_from)
+    environment, problem = fb.Environment(local_steps=[1, 1, 3]), linear_problem()
+    (x, y), method = problem.start, AtLast()
+    fed, again = (fb.SimulatedFederation(problem, data(B, B, B), method, environment) for _ in range(2))
+    for asked, cohort in enumerate(([0], [0, 1], [0, 1, 2]), 1):
+        fed.ask("last", cohort, x=x, y=y)
+        paid = fed.ledger.clients[0]
+        assert paid["flops"] == asked * (2 * 2 * B * K * C + 2 * 2 * K * C * C)
+        assert 4 * 9000 < paid["peak_bytes"] < 4 * 9000 + 4 * 50 * K * C
+    again.restore(fed.snapshot())
+    for each in (fed, again):
+        each.ask("last", [0, 1], x=x, y=y)
+    assert again.ledger == fed.ledger
 
 
 @pytest.mark.parametrize("name", ["simfbo", "afbo"])

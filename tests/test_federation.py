@@ -326,14 +326,17 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
 def test_the_ledger_survives_a_round_trip() -> None:
     fed = federation(environment={"participation": 2})
     ask(fed, fed.sample())
-    fed.record(residual=0.5)
+    for value in (2.0**24, 1.0):
+        fed.record(residual=torch.tensor(value), active=torch.tensor(value > 1), max_norm=torch.tensor(value))
     saved = fed.snapshot()
+    assert saved["recorded"] == {"residual": (2.0**24 + 1, 2), "active": (1.0, 2), "max_norm": (2.0**24, 2)}
+    assert all(isinstance(total, float) for total, _ in saved["recorded"].values())
     twin = federation(environment={"participation": 2})
     twin.restore(saved)
     assert twin.ledger == fed.ledger
     assert twin.ledger == Ledger.load(saved["ledger"])
     assert twin.sample() == fed.sample()
-    assert twin.records() == fed.records() == {"residual": 0.5}
+    assert twin.records() == fed.records() == {"residual": 2.0**23 + 0.5, "active": 0.5, "max_norm": 2.0**24}
     assert twin.records() == {}
 
 

@@ -201,9 +201,11 @@ def test_a_traced_run_is_the_run(monkeypatch: Any, name: str) -> None:
         torch.testing.assert_close(traced.state.x[key], value, rtol=0, atol=1e-12)
 
 
-def test_steps_with_a_schedule_are_never_traced(monkeypatch: Any) -> None:
+def test_steps_with_a_schedule_or_of_many_operations_are_never_traced(monkeypatch: Any) -> None:
     moving = fb.algorithms.SimFBO(lr_x=fb.schedules.Power(0.1))
     assert not run(monkeypatch, 0, moving).fed.engine.steps.traces
+    monkeypatch.setattr(steps, "TRACE_BELOW", 0)
+    assert not run(monkeypatch, 0, fb.algorithms.SimFBO()).fed.engine.steps.traces
 
 
 def test_a_step_that_cannot_be_traced_runs_as_it_is(monkeypatch: Any) -> None:
