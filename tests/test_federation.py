@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm, Message, Phase
+from fedbilevel.delays import Faults
 from fedbilevel.federation import ClientError, Ledger, QuorumError
 from fedbilevel.oracle import Oracle
 
@@ -305,6 +306,15 @@ def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode:
     assert visit(fed, 1) == [1]
     with pytest.raises(TypeError, match="phase 'absent' remembers; its finish must return a memory beside its reply"):
         visit(fed, 0, phase="absent")
+
+
+def test_a_lost_reply_is_remembered_and_not_paid_for() -> None:
+    fed = federation(sizes=[4] * 8, environment={"faults": Faults(drop=0.5)})
+    replies = fed.ask("visits", range(8), each=[{"own": 1.0}] * 8)
+    assert 0 < len(replies) < 8
+    assert fed.ledger.totals()["bytes_up"] == 8 * len(replies)
+    assert fed.ledger.lost_tasks == 8 - len(replies)
+    assert sorted(fed.engine.memories) == list(range(8))
 
 
 def test_wrong_calls_are_refused_in_one_sentence() -> None:

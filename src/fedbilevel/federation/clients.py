@@ -301,10 +301,10 @@ class Clients:
             remembered = {"memory": memory} if role.remembers else {}
             return role.start(Message(**given["shared"], **own, **remembered, steps=steps))
 
-        sent = given["own"], given["memory"], given["steps"]
+        each = given["own"], given["memory"], given["steps"]
         letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(given["shared"]) if isinstance(leaf, Tensor)]
-        spent = [self.steps.took(exchange, "start", lambda _, *args: start(*args), letter, *sent)]
-        carry, form = pytree.tree_flatten(lift(start)(*sent))  # flat, because it comes through every step
+        spent = [self.steps.took(exchange, "start", lambda _, *args: start(*args), letter, *each)]
+        carry, form = pytree.tree_flatten(lift(start)(*each))  # flat, because it comes through every step
         known: Known = {}
         done = []
         for k in range(lengths[0]):
