@@ -209,6 +209,8 @@ class _Constants:
         setattr(self.module, name, value)
         with graph.inserting_before(node):
             constant = graph.create_node("get_attr", name)  # graph.get_attr wants buffers, which are slow to look up
+            copy = graph.call_function(aten.clone.default, (constant,))  # to hand out: nobody else may hold a constant
         constant.meta.update(node.meta)
         self.known[constant] = value
-        node.replace_all_uses_with(constant, delete_user_cb=lambda user: user.op != "output")  # nobody else may hold it
+        node.replace_all_uses_with(constant, delete_user_cb=lambda user: user.op != "output")
+        node.replace_all_uses_with(copy)
