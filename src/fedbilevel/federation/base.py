@@ -358,10 +358,14 @@ class Replies:
         """With several ranks, each of which has added replies of its own: all have then added all of them."""
         if ranks.size() == 1:
             return
-        self.settle()
-        sums = {"sums": self._sums, "held": self._held, "weights": self._weights}
-        everyone = ranks.gather((self._replies, self._parts, self.refused, ranks.sent(sums, "meta")))
-        replies, parts, refused, forms = zip(*everyone, strict=True)
+
+        def totals() -> dict[str, Any]:
+            self.settle()  # an error of a GPU may come out here
+            return {"sums": self._sums, "held": self._held, "weights": self._weights}
+
+        everyone = ranks.agree(lambda: (ranks.sent(totals(), "meta"), self._replies, self._parts, self.refused))
+        forms, replies, parts, refused = zip(*everyone, strict=True)
+        sums = totals()
         like = {name: {key: value for form in forms for key, value in form[name].items()} for name in sums}
         here = next(iter(self.problem.x.values())).device
 
