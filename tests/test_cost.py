@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import fedbilevel as fb
+from fedbilevel import memory
+from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.delays import LogNormal
-from fedbilevel.federation import Ledger
+from fedbilevel.federation import Ledger, steps
 from fedbilevel.federation.base import Accounts
 from fedbilevel.federation.meter import Meter
 from fedbilevel.solve import Run
@@ -90,6 +93,16 @@ def test_operations_are_the_closed_form(fn: Callable[..., Any], shapes: Any, flo
 def test_memory_is_what_is_alive_at_once(fn: Callable[[Tensor], Any], kilobytes: int) -> None:
     peak = measured(fn, torch.ones(1000)).peak_bytes
     assert 1000 * kilobytes <= peak <= 1000 * kilobytes + 16  # and a number or two
+
+
+@pytest.mark.parametrize("variable", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", None])
+def test_what_is_freed_is_kept_unless_the_user_has_a_say(variable: str | None, monkeypatch: Any) -> None:
+    told: list[Any] = []
+    library = SimpleNamespace(mallopt=lambda *parameter: told.append(parameter))
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(memory.os, "environ", {"HOME": "", **({variable: "1"} if variable else {})})
+    memory.keep_freed()
+    assert len(told) == (0 if variable else 3)
 
 
 # Federations
@@ -192,6 +205,49 @@ def test_stack_loop_and_chunks_cost_the_same(name: str) -> None:
     assert stack.totals()["flops"] > 0
 
 
+class Last(Phase):
+    """Most of its memory and some of its products are in `finish`."""
+
+    steps, batch = "local", "train"
+    reply: ClassVar = {"g": "y"}
+
+    def start(self, m: Message) -> Any:
+        return m.x, m.y
+
+    def step(self, c: Any, oracle: Any, batch: Any) -> Any:
+        return c[0], oracle.lower_gradient_y(*c, batch)
+
+    def finish(self, c: Any) -> dict[str, Any]:
+        return {"g": c[1].map(lambda w: w @ (w.T @ w) + torch.zeros(9000).sum())}
+
+
+class AtLast(Algorithm):
+    name = "at-last"
+    phases: ClassVar = {"last": Last}
+
+    def init(self, problem: fb.Problem) -> Any: ...
+
+    def iterate(self, s: Any, fed: Any) -> Any: ...
+
+
+@pytest.mark.parametrize("trace_from", [0, 10**9], ids=["traced", "as written"])
+def test_a_task_of_one_step_pays_for_its_end(trace_from: int, monkeypatch: Any) -> None:
+    """The same, whoever it is stacked with, and after a restart."""
+    monkeypatch.setattr(steps, "TRACE_FROM", trace_from)
+    environment, problem = fb.Environment(local_steps=[1, 1, 3]), linear_problem()
+    (x, y), method = problem.start, AtLast()
+    fed, again = (fb.SimulatedFederation(problem, data(B, B, B), method, environment) for _ in range(2))
+    for asked, cohort in enumerate(([0], [0, 1], [0, 1, 2]), 1):
+        fed.ask("last", cohort, x=x, y=y)
+        paid = fed.ledger.clients[0]
+        assert paid["flops"] == asked * (2 * 2 * B * K * C + 2 * 2 * K * C * C)
+        assert 4 * 9000 < paid["peak_bytes"] < 4 * 9000 + 4 * 50 * K * C
+    again.restore(fed.snapshot())
+    for each in (fed, again):
+        each.ask("last", [0, 1], x=x, y=y)
+    assert again.ledger == fed.ledger
+
+
 @pytest.mark.parametrize("name", ["simfbo", "afbo"])
 def test_figures_survive_an_interruption_and_a_restart(name: str) -> None:
     task = fb.tasks.load("quadratic", clients=6, samples=4)
@@ -204,15 +260,18 @@ def test_figures_survive_an_interruption_and_a_restart(name: str) -> None:
     advanced(whole.fed, 4, whole)
     twin.fed.restore(whole.fed.snapshot())
     twin.state = whole.state
-    assert twin.fed.engine.steps.measured == whole.fed.engine.steps.measured
+    theirs, ours = twin.fed.engine.steps, whole.fed.engine.steps
+    used = dict(ours.uses)  # by which steps are traced, and so round
+    assert (theirs.measured, theirs.uses) == (ours.measured, used)
     before, kept = whole.fed.mark(), whole.fed.ledger.totals()
     for _ in range(2):  # a mark is not used up
         state = whole.state
         advanced(whole.fed, 1, whole)
         assert whole.fed.ledger.totals() != kept
+        assert ours.uses != used or name == "afbo"  # whose replies were evaluated ahead
         whole.fed.back(before)
         whole.state = state
-        assert whole.fed.ledger.totals() == kept
+        assert (whole.fed.ledger.totals(), ours.uses) == (kept, used)
     for run in (whole, twin):
         advanced(run.fed, 5, run)
         run.fed.ledger.wall_s = 0.0
@@ -220,6 +279,21 @@ def test_figures_survive_an_interruption_and_a_restart(name: str) -> None:
     for column in Accounts.FIGURES:
         paid = [whole.fed.ledger.clients[i][column] for i in range(6)]
         assert whole.fed.ledger.totals()[column] == (max(paid) if column == "peak_bytes" else sum(paid))
+
+
+def test_accounts_go_back_to_a_mark() -> None:
+    accounts, twin = Accounts(), Accounts()
+    for each in (accounts, twin):
+        each.charge([3, 1], {"flops": [5, 7], "peak_bytes": [50, 70]})
+    mark = accounts.mark()
+    for _ in range(2):  # a mark is not used up
+        accounts.charge([1, 8, 1], {"flops": [1, 1, 1], "peak_bytes": [90, 10, 80]})
+        accounts.charge([9, 3], {"flops": [2, 2]})
+        assert (accounts[1], accounts[9]["flops"]) == ({**twin[1], "flops": 9, "peak_bytes": 90}, 2)
+        accounts.back(mark)
+        assert accounts == twin
+    accounts.charge([8], {"flops": [4]})
+    assert (accounts.ids.tolist(), accounts[8]["flops"], accounts[8]["peak_bytes"]) == ([3, 1, 8], 4, 0)
 
 
 # Figures

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm, Message, Phase
+from fedbilevel.delays import Faults
 from fedbilevel.federation import ClientError, Ledger, QuorumError
 from fedbilevel.oracle import Oracle
 
@@ -307,6 +308,15 @@ def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode:
         visit(fed, 0, phase="absent")
 
 
+def test_a_lost_reply_is_remembered_and_not_paid_for() -> None:
+    fed = federation(sizes=[4] * 8, environment={"faults": Faults(drop=0.5)})
+    replies = fed.ask("visits", range(8), each=[{"own": 1.0}] * 8)
+    assert 0 < len(replies) < 8
+    assert fed.ledger.totals()["bytes_up"] == 8 * len(replies)
+    assert fed.ledger.lost_tasks == 8 - len(replies)
+    assert sorted(fed.engine.memories) == list(range(8))
+
+
 def test_wrong_calls_are_refused_in_one_sentence() -> None:
     fed = federation()
     with pytest.raises(ValueError, match="client is 3; it must be 0 to 2"):
@@ -326,14 +336,17 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
 def test_the_ledger_survives_a_round_trip() -> None:
     fed = federation(environment={"participation": 2})
     ask(fed, fed.sample())
-    fed.record(residual=0.5)
+    for value in (2.0**24, 1.0):
+        fed.record(residual=torch.tensor(value), active=torch.tensor(value > 1), max_norm=torch.tensor(value))
     saved = fed.snapshot()
+    assert saved["recorded"] == {"residual": (2.0**24 + 1, 2), "active": (1.0, 2), "max_norm": (2.0**24, 2)}
+    assert all(isinstance(total, float) for total, _ in saved["recorded"].values())
     twin = federation(environment={"participation": 2})
     twin.restore(saved)
     assert twin.ledger == fed.ledger
     assert twin.ledger == Ledger.load(saved["ledger"])
     assert twin.sample() == fed.sample()
-    assert twin.records() == fed.records() == {"residual": 0.5}
+    assert twin.records() == fed.records() == {"residual": 2.0**23 + 0.5, "active": 0.5, "max_norm": 2.0**24}
     assert twin.records() == {}
 
 

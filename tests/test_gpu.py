@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.delays import Faults
+from fedbilevel.federation.base import Replies, Reply
 from fedbilevel.federation.graphs import Graphs
-from fedbilevel.federation.pool import Apart, Pool
+from fedbilevel.federation.pool import Apart, Pool, Pools
 from fedbilevel.oracle import Features, Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.solve import Run
+from fedbilevel.submodels import Submodel
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import quadratic
 from fedbilevel.tree import Tree, flatten, norm
@@ -66,6 +70,87 @@ def test_a_pool_has_what_the_clients_have(memory: int) -> None:
         first = pool.take(None, starts, 5)
         assert torch.equal(first[1], torch.arange(5).expand(len(cohort), 5))
     assert sum(tensor.nbytes for tensor in pool.tensors) <= max(memory, 40 * 16 * 2), "it does not grow without bound"
+
+
+WHOLE, LABELS, ARRAY = torch.arange(57.0).view(19, 3), torch.arange(19), torch.arange(30.0).view(10, 3).numpy()
+LAYOUTS: dict[str, tuple[bool, list[tuple[torch.Tensor, ...]]]] = {
+    "parts of one": (True, [(WHOLE[i : i + 3], LABELS[i : i + 3]) for i in (16, 0, 5)]),
+    "not of one": (False, [(WHOLE[i : i + 3].clone(),) for i in (16, 0, 5)]),
+    "from unequal places": (False, [(WHOLE[i : i + 3], LABELS[i // 2 :][:3]) for i in (16, 0, 5)]),
+    "between samples": (False, [(WHOLE.view(-1)[i : i + 6].view(2, 3),) for i in (1, 4)]),
+    "every second, a sample each": (False, [(WHOLE[::2][i : i + 1],) for i in range(10)]),
+    "arrays that begin alike": (False, [(torch.from_numpy(ARRAY[:n]),) for n in (5, 9)]),
+    "columns": (False, [(WHOLE.T[:, i : i + 3],) for i in (0, 3)]),
+    "one number": (False, [(torch.zeros(1, 3).expand(4, 3),)] * 2),
+    "no features": (False, [(torch.zeros(4, 0),)] * 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pool_without_copies_has_what_the_clients_have(layout: str) -> None:
+    """Where there is one, all of a client's samples are found in it."""
+    there, sides = LAYOUTS[layout]
+    found = Pools(0, "cpu").together("train", [fb.ClientData(train=side, val=side) for side in sides])
+    assert bool(found) == there
+    if found:
+        pool, starts = found
+        last = torch.tensor([[len(side[0]) - 1, 0] for side in sides])
+        for got, expected in zip(pool.take(last, starts, 2), Apart(sides).take(last), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_features_are_those_of_their_clients_though_the_pool_is_full() -> None:
+    task = hyper_representation(clients=6, hidden=8, samples=240)
+    (x, y), found = task.problem.start, []
+    for memory in (None, 0):
+        fed = fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.FedNest(compat="reference"))
+        if memory is not None:
+            fed.engine.on_gpu, fed.engine.pools = True, Pools(memory, "cpu")
+        found += [flatten(fed.ask("gradient", cohort, x=x, y=y).mean("q")) for cohort in ([0, 1, 2], [2, 3, 4])]
+    torch.testing.assert_close(found[2:], found[:2])
+
+
+def ended(replies: Replies) -> int:
+    """How many replies were refused in an exchange."""
+    task = quadratic(clients=2)
+    fed = fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.SimFBO())
+    assert fed._quorum(5, replies).open
+    assert fed.ledger.refused_replies == 0
+    fed.settle()
+    return fed.ledger.refused_replies
+
+
+def trusted(*groups: list[int]) -> Replies:
+    """Clients 1 and 3 lie, client 4 holds the first half of y."""
+    problem: Any = SimpleNamespace(x={"x": torch.zeros(1)}, y={"y": torch.zeros(2)})
+    role: Any = SimpleNamespace(reply={"h": "y"}, summed=True)
+    half = Submodel({"y": ("v",)}, {"v": 2}, {"v": torch.tensor([0])})
+    replies = Replies("phase", "a test", role, problem, trusting=True)
+    sent = {0: [1.0, 1.0], 1: [torch.nan, 0.0], 2: [3.0, 3.0], 3: [torch.inf, 0.0], 4: [5.0]}
+    for group in groups:
+        stack = {"h": Tree(y=torch.tensor([sent[i] for i in group]))}
+        replies.add([Reply(i, i, i, 1.0, 0) for i in group], stack, half if group == [4] else None)
+    assert not replies.refused
+    return replies
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (len, 3),
+        (lambda r: [reply.client for reply in r], [0, 2, 4]),
+        (lambda r: r.mean("steps"), 2.0),
+        (lambda r: r.coverage_mean("h")["y"].tolist(), [3.0, 2.0]),
+        (lambda r: r.coverage()["min_coverage_y"], 2.0),
+    ],
+    ids=["len", "iter", "mean", "coverage_mean", "coverage"],
+)
+def test_replies_are_looked_at_late_and_before_they_are_read(read: Callable[[Replies], Any], expected: Any) -> None:
+    assert read(trusted([4], [0, 1], [2, 3])) == expected
+
+
+def test_an_exchange_ends_before_its_replies_are_looked_at() -> None:
+    assert ended(trusted([0, 1], [2, 3])) == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")

@@ -151,9 +151,11 @@ def _spent(value: Any, by: fx.Node) -> bool:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether what it returns shares no memory with what it was given."""
+    """Whether what it returns shares no memory with what it was given; `_unsafe_view` does, and does not say so."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and all(value.alias_info is None for value in schema.returns)
+    if schema is None or node.target is aten._unsafe_view.default:
+        return False
+    return all(value.alias_info is None for value in schema.returns)
 
 
 def _only_product(node: Any) -> bool:
@@ -207,6 +209,8 @@ class _Constants:
         setattr(self.module, name, value)
         with graph.inserting_before(node):
             constant = graph.create_node("get_attr", name)  # graph.get_attr wants buffers, which are slow to look up
+            copy = graph.call_function(aten.clone.default, (constant,))  # to hand out: nobody else may hold a constant
         constant.meta.update(node.meta)
         self.known[constant] = value
-        node.replace_all_uses_with(constant, delete_user_cb=lambda user: user.op != "output")  # nobody else may hold it
+        node.replace_all_uses_with(constant, delete_user_cb=lambda user: user.op != "output")
+        node.replace_all_uses_with(copy)

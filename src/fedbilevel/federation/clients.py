@@ -257,7 +257,7 @@ class Clients:
         at, numbers = [w.exchange.shared["x"] for w in work], [w.client for w in work]
         found, took = {}, Took()
         for side, (batch, _, _) in held.items():
-            data = [self._here(side, number) for number in numbers]
+            data = self._here(side, numbers)
             kind = self.steps.name(("embed", work[0].exchange.form, batch, side, form_of({"": data[0]})))
             if kind not in self.steps.measured:
                 with Meter() as meter:
@@ -269,13 +269,18 @@ class Clients:
             found[side] = self.tables.find(side, at, numbers, data, batch)
         return found, took
 
-    def _here(self, side: str, client: int) -> Data:
-        """A client's samples on the device."""
-        data = getattr(self.held[client], side)
+    def _here(self, side: str, numbers: list[int]) -> list[Data]:
+        """These clients' samples on the device."""
+        held = [self.held[number] for number in numbers]
+        data: list[Data] = [getattr(client, side) for client in held]
         if not self.on_gpu:
-            return data  # type: ignore[no-any-return]
-        pool, (start,) = self.pools.bring(side, [client], [self.held[client]])
-        return like(data, [tensor[start : start + len(leaves(data)[0][1])] for tensor in pool.tensors])
+            return data
+        pool, _ = self.pools.bring(side, numbers, held)  # all at once: what comes in later may take their place
+        starts = [pool.starts[number] for number in numbers]
+        return [
+            like(each, [tensor[start : start + client.size(side)] for tensor in pool.tensors])
+            for each, client, start in zip(data, held, starts, strict=True)
+        ]
 
     def _program(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
         """The replies of a stack, and what tasks of 0, 1, 2, ... steps took.
@@ -296,10 +301,10 @@ class Clients:
             remembered = {"memory": memory} if role.remembers else {}
             return role.start(Message(**given["shared"], **own, **remembered, steps=steps))
 
-        sent = given["own"], given["memory"], given["steps"]
+        each = given["own"], given["memory"], given["steps"]
         letter = [leaf.unsqueeze(0) for leaf in pytree.tree_leaves(given["shared"]) if isinstance(leaf, Tensor)]
-        spent = [self.steps.took(exchange, "start", lambda _, *args: start(*args), letter, *sent)]
-        carry, form = pytree.tree_flatten(lift(start)(*sent))  # flat, because it comes through every step
+        spent = [self.steps.took(exchange, "start", lambda _, *args: start(*args), letter, *each)]
+        carry, form = pytree.tree_flatten(lift(start)(*each))  # flat, because it comes through every step
         known: Known = {}
         done = []
         for k in range(lengths[0]):

@@ -123,9 +123,11 @@ class Place(NamedTuple):
 
 
 def _place(data: Data) -> Place:
-    tensors = [tensor for _, tensor in leaves(data)]
-    starts = {divmod(int(t.storage_offset()), t.stride(0) or 1) for t in tensors}
+    starts, whole = set(), []
+    for _, t in leaves(data):
+        starts.add(divmod(int(t.storage_offset()), t.stride(0) or 1))
+        storage = t.untyped_storage()  # two of NumPy may begin alike and not end so
+        whole.append((storage.data_ptr(), storage.nbytes(), t.stride()))
     start, off = next(iter(starts))
-    if len(starts) > 1 or off or not all(t.is_contiguous() and t.stride(0) for t in tensors):
-        return Place(None, 0)
-    return Place(tuple((t.untyped_storage().data_ptr(), t.stride()) for t in tensors), start)
+    dense = all(t.is_contiguous() and t.stride(0) == t[0].numel() for _, t in leaves(data))  # one sample has any stride
+    return Place(tuple(whole), start) if dense and len(starts) == 1 and not off else Place(None, 0)
