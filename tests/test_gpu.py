@@ -129,7 +129,7 @@ def trusted(*groups: list[int]) -> Replies:
     sent = {0: [1.0, 1.0], 1: [torch.nan, 0.0], 2: [3.0, 3.0], 3: [torch.inf, 0.0], 4: [5.0]}
     for group in groups:
         stack = {"h": Tree(y=torch.tensor([sent[i] for i in group]))}
-        replies.add([Reply(i, i, i, 1.0, 0) for i in group], stack, half if group == [4] else None)
+        replies.add([Reply(i, i, i, 1.0, 0, {}) for i in group], stack, half if group == [4] else None)
     assert not replies.refused
     return replies
 

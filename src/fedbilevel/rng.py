@@ -44,10 +44,9 @@ def _mix_number(value: int) -> int:
     return _signed(word ^ word >> 31)
 
 
-@functools.lru_cache(maxsize=64)
 def root(seed: int, purpose: str) -> Tensor:
     """The key of everything drawn for one purpose: a run's streams never share a draw."""
-    return fold_in(torch.tensor(_signed(seed % (1 << 64))), crc32(purpose.encode()))
+    return torch.tensor(_mix_number(seed ^ _mix_number(crc32(purpose.encode()) + GOLDEN)))
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:

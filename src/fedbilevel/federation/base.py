@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -30,7 +29,6 @@ GROUPS = 10  # of clients, in a summary
 
 Values = dict[str, Any]  # a reply, or a stack of replies: trees and tensors, by name
 Each = Sequence[Mapping[str, Any]] | None  # what every client is sent for itself
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ClientError(RuntimeError):
@@ -204,7 +202,7 @@ class Reply(NamedTuple):
     steps: int
     weight: float
     staleness: int
-    values: Mapping[str, Any] = NOTHING
+    values: Mapping[str, Any]
 
 
 class Federation(Protocol):

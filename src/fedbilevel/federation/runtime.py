@@ -222,7 +222,7 @@ class Runtime(ABC):
 
     def _reply(self, w: Assignment) -> Reply:
         staleness = self.ledger.iterations - w.exchange.iteration
-        return Reply(w.place, w.client, w.steps, len(self) * self.weights[w.client], staleness)
+        return Reply(w.place, w.client, w.steps, len(self) * self.weights[w.client], staleness, values={})
 
     def _count(self, work: list[Assignment], took: Sequence[Sequence[int]], **more: Sequence[int]) -> None:
         amounts = dict(zip(Took._fields, map(list, zip(*took, strict=True)), strict=True))
