@@ -121,6 +121,21 @@ def test_every_method_moves_as_in_simulation(name: str) -> None:
     assert real.fed.losses(*real.state[:2]) == pytest.approx(pretended.fed.losses(*pretended.state[:2]), abs=1e-9)
 
 
+def test_nodes_round_the_backbone_where_the_experiment_says_so() -> None:
+    table = {
+        **TABLE,
+        "task": {"name": "hyper-representation", "clients": 2, "model": "mlp", "hidden": 4, "samples": 60},
+        "data": {"name": "digits"},
+        "algorithm": {"name": "simfbo"},
+    }
+    coarse = config(table | {"runtime": {"precision": "bf16", "mode": "loop"}})
+    runs = federation(Grid(2), coarse)[1], simulated(coarse), simulated(config(table))
+    for run in runs:
+        run.advance()
+    real, pretended, exact = (flatten(run.state.x) for run in runs)
+    assert float((real - pretended).abs().max()) < 1e-6 < float((exact - pretended).abs().max())
+
+
 def test_weights_by_samples_and_epochs_use_what_the_clients_say() -> None:
     table = {
         **TABLE,

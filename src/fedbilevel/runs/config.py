@@ -82,7 +82,8 @@ class Stop(Strict):
 
 
 class Runtime(Strict):
-    """How a simulation runs; recorded because another choice rounds differently."""
+    """How clients run; recorded because another choice rounds differently. A real client takes no part in the choice of
+    mode, memory and compile: it runs alone, as if by mode = "loop"."""
 
     mode: Literal["stack", "loop"] = "stack"
     memory: Annotated[int, Field(ge=1)] | None = None

@@ -85,7 +85,8 @@ class Worker:
         episode = environment.batch_size if self.problem.lower_level == "private" else None
         self.problem.check(self.data, node.device, episode)
         held: Any = {self.client: self.data}
-        self.engine = Clients(self.problem, held, algorithm, environment, node.device, "loop", 2**31)
+        coarse = self.problem.rounded(self.config.experiment.runtime.precision)
+        self.engine = Clients(coarse, held, algorithm, environment, node.device, "loop", 2**31)
         self.memory = Path(platformdirs.user_state_dir("fedbilevel"), job, f"client-{self.client}.safetensors")
         self.losses: dict[int, ClientLosses] = {}
 
