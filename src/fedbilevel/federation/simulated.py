@@ -117,6 +117,7 @@ class SimulatedFederation(Runtime):
 
     @contextmanager
     def uncharged(self) -> Iterator[None]:
+        self.settle()  # what was taken on trust is counted where it was spent
         ledger, free_at = self.ledger, self.free_at
         self.ledger, self.free_at = deepcopy(ledger), dict(free_at)
         try:
