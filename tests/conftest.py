@@ -16,3 +16,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def _log_level() -> None:
     """Commands that were called in this process (`--quiet`) have set the level for the process."""
     logging.getLogger("fedbilevel").setLevel(logging.NOTSET)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of a group need the machine, or a fixture, for themselves: that they are kept together is not taken for
+    granted."""
+    if config.getoption("loadgroup", False):  # in a worker
+        for item in items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError("pytest-xdist does not know this pytest's groups of tests")
