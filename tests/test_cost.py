@@ -19,7 +19,7 @@ from fedbilevel import memory
 from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.delays import LogNormal
 from fedbilevel.federation import Ledger, steps
-from fedbilevel.federation.base import Accounts
+from fedbilevel.federation.ledger import Accounts
 from fedbilevel.federation.meter import Meter
 from fedbilevel.solve import Run
 from tests.tool import QUADRATIC, done, summary, write

@@ -241,3 +241,12 @@ def test_going_back_neither_loses_nor_doubles_what_was_taken_on_trust() -> None:
         straight.advance()
     check_agree(straight, run)
     assert run.fed.ledger.refused_replies == straight.fed.ledger.refused_replies > 0
+
+
+def test_what_was_taken_on_trust_is_counted_before_an_uncharged_exchange() -> None:
+    run = doubtful("simfbo", 0.5, trusting=True)
+    run.advance()
+    before = run.fed.ledger.refused_replies
+    with run.fed.uncharged():
+        run.fed.settle()
+    assert run.fed.ledger.refused_replies > before

@@ -59,9 +59,12 @@ def test_unequal_local_steps_on_unequal_clients_lead_to_the_true_solution():
     torch.testing.assert_close(found.x["x"], task.x_star()["x"], rtol=0, atol=1e-2)
 
 
-def test_matrices_go_to_the_solution():
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+def test_matrices_go_to_the_solution(damping):
+    """Damped, to that of the linear system (1 + damping) z = x^T."""
     problem, clients, hessian, slope = matrices()
-    found = fb.solve(problem, clients, UniFBO(**STEPS), rounds=80, every=80).x["x"]
+    hessian = hessian - damping / (1 + damping) * torch.eye(6, dtype=torch.float64)
+    found = fb.solve(problem, clients, UniFBO(**STEPS, damping=damping), rounds=80, every=80).x["x"]
     torch.testing.assert_close(found.reshape(-1), torch.linalg.solve(hessian, slope), rtol=0, atol=1e-6)
 
 

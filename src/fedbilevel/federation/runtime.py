@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel import checks
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import Each, Ledger, QuorumError, Replies, Reply, Values
+from fedbilevel.federation.base import Each, QuorumError, Replies, Reply, Values
 from fedbilevel.federation.batches import passes
+from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.work import Assignment, Exchange, Took
 from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
