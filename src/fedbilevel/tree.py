@@ -64,7 +64,7 @@ def dot(a: Tree, b: Tree) -> Tensor:
 
 def norm(tree: Tree) -> Tensor:
     """The Euclidean norm of the whole tree."""
-    return dot(tree, tree).sqrt()
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in tree.values()]))
 
 
 def project(tree: Tree, radius: float) -> Tree:

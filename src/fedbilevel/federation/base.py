@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.devices import fetched, sent
+from fedbilevel.devices import fetched
 from fedbilevel.federation import ranks
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.stacks import Sums, Values, row, weighted_sum
 from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
 from fedbilevel.submodels import Submodel
@@ -23,7 +23,6 @@ from fedbilevel.tree import Tree, flatten, is_finite
 
 log = logging.getLogger("fedbilevel")
 
-Values = dict[str, Any]  # a reply, or a stack of replies: trees and tensors, by name
 Each = Sequence[Mapping[str, Any]] | None  # what every client is sent for itself
 
 
@@ -149,14 +148,10 @@ class Replies:
     `mean` applies p~_i = (n / |C|) p_i, where |C| counts accepted replies: it is for directions and displacements,
     whose expectation over cohorts it gets right, never for iterates (p~ sums to 1 only when the weights are uniform).
     `coverage_mean` is for submodels: in every coordinate the weighted mean over those who hold it, 0 where nobody does.
-
-    trusting: replies that are only summed are taken without a look at them, because a GPU would have to be waited for,
-    until `settle` is called or somebody asks who they are.
     """
 
-    def __init__(self, phase: str, place: str, role: Phase, problem: Problem, trusting: bool = False) -> None:
+    def __init__(self, phase: str, place: str, role: Phase, problem: Problem) -> None:
         self.phase, self.place, self.role, self.problem = phase, place, role, problem
-        self.trusting = trusting and role.summed
         self.idle: list[int] = []  # clients whose task has ended, well or not: whom to send the next one
         self.refused: list[str] = []
         self._open: list[tuple[Sequence[Reply], list[str], Callable[[], Tensor]]] = []  # and which values are finite
@@ -170,16 +165,13 @@ class Replies:
     def add(self, replies: Sequence[Reply], stack: dict[str, Any], submodel: Submodel | None = None) -> None:
         """Take a stack of values (leading axis: clients), one for each of `replies`; those not finite are refused."""
         stack = {**stack, "steps": torch.tensor([reply.steps for reply in replies], dtype=torch.float64)}
-        if self.trusting and submodel is None:
-            self._trust(replies, stack)
-            return
-        sums = _weighted_sum(replies, stack)
+        sums = weighted_sum(stack, _weights(replies))
         if not is_finite(sums):
             keep = [j for j, reply in enumerate(replies) if self._check(reply.client, row(stack, j))]
             if not keep:
                 return
             replies, stack = [replies[j] for j in keep], pytree.tree_map(lambda t: t[keep], stack)
-            sums = _weighted_sum(replies, stack)
+            sums = weighted_sum(stack, _weights(replies))
         if submodel:
             like = {name: getattr(self.problem, kind) for name, kind in self.role.reply.items() if kind != "scalar"}
             sums |= {name: submodel.spread(sums[name], whole) for name, whole in like.items()}
@@ -194,22 +186,18 @@ class Replies:
         self._count = self._count + count
         self._sums = pytree.tree_map(torch.add, self._sums, sums) if self._sums else sums
 
-    def _trust(self, replies: Sequence[Reply], stack: Values) -> None:
-        """Take replies where they are; those that are not finite count for nothing there, and `settle` names them."""
-        here = next(iter(self.problem.x.values())).device
-        stack = {**stack, "steps": sent(stack["steps"], here)}
-        finite = torch.stack([_largest(value).isfinite() for value in stack.values()])
-        good = finite.all(0)
-        self._add(_weighted_sum(replies, stack, good), good.sum())
-        self._open.append((replies, list(stack), fetched(finite)))
+    def trust(self, replies: Sequence[Reply], sums: Sums) -> None:
+        """Take what was added up on a GPU, which is not waited for, until somebody asks who they are."""
+        self._add({**sums.totals, "steps": sums.steps}, sums.accepted)
+        self._open.append((replies, sums.names, fetched(sums.finite)))
 
     @property
     def open(self) -> bool:
-        """Whether replies were taken that are yet to be looked at."""
+        """Whether replies were taken on trust that are yet to be looked at."""
         return bool(self._open)
 
     def settle(self) -> None:
-        """Look at them: a GPU is waited for."""
+        """Look at them, and name those that are not finite."""
         for replies, names, finite in self._open:
             for reply, each in zip(replies, finite().T.tolist(), strict=True):
                 if all(each):
@@ -311,40 +299,5 @@ def _weight(replies: Sequence[Reply]) -> float:
     return sum(reply.weight for reply in replies)
 
 
-def _largest(value: Tensor | Tree) -> Tensor:
-    """The largest entry of every reply in a stack; NaN where there is one."""
-    tensors = value.values() if isinstance(value, Tree) else [value]
-    rows = [(t if t.is_floating_point() else t.double()).reshape(len(t), -1) for t in tensors]
-    return torch.stack([torch.linalg.vector_norm(row, torch.inf, 1).double() for row in rows]).amax(0)
-
-
-def _weighted_sum(replies: Sequence[Reply], stack: Values, good: Tensor | None = None) -> Values:
-    """Over all of them, or over those that are good."""
-    weights = [reply.weight for reply in replies]
-    there = functools.lru_cache(functools.partial(sent, weights))  # once for each device and dtype
-
-    def total(values: Tensor) -> Tensor:
-        rows = (values if values.is_floating_point() else values.double()).reshape(len(values), -1)
-        if good is not None:
-            rows = rows.where(good.unsqueeze(1), 0.0)
-        return (there(rows.device, rows.dtype) @ rows).reshape(values.shape[1:])
-
-    return {name: value.map(total) if isinstance(value, Tree) else total(value) for name, value in stack.items()}
-
-
-def row(stack: Values, j: int) -> Values:
-    """The reply of one client; a copy, because a view would keep the whole stack for as long as someone holds it."""
-
-    def one(t: Tensor) -> Tensor:
-        return t[j].clone()
-
-    return {name: value.map(one) if isinstance(value, Tree) else one(value) for name, value in stack.items()}
-
-
-def join(rows: Sequence[Values]) -> Values:
-    """The other way round: the replies of several clients as a stack."""
-
-    def stack(*values: Any) -> Any:
-        return values[0].map(stack, *values[1:]) if isinstance(values[0], Tree) else torch.stack(values)
-
-    return {name: stack(*(values[name] for values in rows)) for name in rows[0]}
+def _weights(replies: Sequence[Reply]) -> Tensor:
+    return torch.tensor([reply.weight for reply in replies], dtype=torch.float64)

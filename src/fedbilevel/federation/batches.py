@@ -16,6 +16,7 @@ Sides = Literal["train", "val", "both"]
 SIDES: dict[Sides, tuple[str, ...]] = {"train": ("train",), "val": ("val",), "both": ("train", "val")}
 DRAWN = 1 << 22  # words of one look ahead: the draws of many steps cost little more than those of one
 
+Ahead = tuple[int, Tensor]  # the first of some turns, and what belongs to each
 Take = Callable[[str, Tensor | None], Data]  # a row of indices for each of the first clients; None: everything of all
 
 
@@ -58,14 +59,15 @@ class Batches:
         self.steps, self.draws, self.epochs, self.paired = steps, draws, epochs, paired
         self.samples = 0  # drawn so far, by each client that is still active
         self._whole: dict[str, Data] = {}
-        self._ahead: dict[tuple[str, int], tuple[int, Tensor]] = {}
+        self._keys: Ahead = (0, keys[:0])
+        self._indices: dict[tuple[str, int], Ahead] = {}
 
     def at(self, k: int, active: int) -> Any:
         """The batches of step k, for the first `active` clients."""
         drawn = []
         for draw in range(self.draws):
             parts = {side: self._side(side, k, draw, active) for side in self.extents}
-            drawn.append(Batch(**parts, rng=self._rng(k, draw)[:active]))
+            drawn.append(Batch(**parts, rng=self._keys_from(k)[0, 2, draw, :active]))
         return tuple(drawn) if self.draws > 1 else drawn[0]
 
     def _side(self, side: str, k: int, draw: int, active: int) -> Data:
@@ -77,34 +79,35 @@ class Batches:
             whole = self._whole[side]
             return like(whole, [stack[:active] for _, stack in leaves(whole)])
         epoch, place = divmod(k, -(-size // count)) if self.epochs else (k, 0)
-        chosen = self._indices(side, epoch, draw)[:active, place * count : (place + 1) * count]
+        chosen = self._drawn(side, epoch, draw)[:active, place * count : (place + 1) * count]
         self.samples += chosen.shape[1]
         return self.take(side, chosen)
 
-    def _indices(self, side: str, turn: int, draw: int) -> Tensor:
-        """What everyone draws in one step, or in one pass over the data."""
-        count, size, sizes = self.extents[side]
-        turns = -(-self.steps // -(-size // count)) if self.epochs else self.steps
-        stream = 0 if self.paired else list(self.extents).index(side)
-
-        def drawn(keys: Tensor) -> Tensor:
-            return rows(keys, size, size if self.epochs else count, None if isinstance(sizes, tuple) else sizes)
-
-        return self._look_ahead(side, stream, turn, draw, turns, max(1, DRAWN // (size * len(self.keys))), drawn)
-
-    def _rng(self, k: int, draw: int) -> Tensor:
-        return self._look_ahead("rng", 2, k, draw, self.steps, DRAWN, lambda keys: keys)
-
-    def _look_ahead(
-        self, what: str, stream: int, turn: int, draw: int, turns: int, most: int, of: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """What comes of everyone's keys in one turn, computed with that of up to `most` turns to come."""
-        first, ahead = self._ahead.get((what, draw), (0, self.keys[:0]))
+    def _drawn(self, side: str, turn: int, draw: int) -> Tensor:
+        """What everyone draws in one step, or in one pass over the data, found with that of some to come."""
+        first, ahead = self._indices.get((side, draw), (0, self.keys[:0]))
         if not first <= turn < first + len(ahead):
-            some = torch.arange(turn, min(turns, turn + most), device=self.keys.device)
-            ahead = of(fold_in(fold_in(fold_in(self.keys, stream), some.unsqueeze(-1)), draw))
-            first, self._ahead[what, draw] = turn, (turn, ahead)
+            count, size, sizes = self.extents[side]
+            turns = -(-self.steps // -(-size // count)) if self.epochs else self.steps
+            some = slice(min(turns - turn, max(1, DRAWN // (size * len(self.keys)))))
+            keys = self._keys_from(turn)[some, 0 if self.paired else list(self.extents).index(side), draw]
+            own = None if isinstance(sizes, tuple) else sizes
+            first, ahead = turn, rows(keys, size, size if self.epochs else count, own)
+            self._indices[side, draw] = first, ahead
         return ahead[turn - first]
+
+    def _keys_from(self, turn: int) -> Tensor:
+        """Keys of this turn and of some to come, by stream (two sides and the losses' own), draw and client."""
+        first, ahead = self._keys
+        if not first <= turn < first + len(ahead):
+            last = min(self.steps, turn + max(1, DRAWN // len(self.keys)))
+            turns, streams, draws = (
+                torch.arange(*r, device=self.keys.device) for r in ((turn, last), (3,), (self.draws,))
+            )
+            ahead = fold_in(fold_in(self.keys, streams.view(-1, 1, 1)), turns.view(-1, 1, 1, 1))
+            first, ahead = turn, fold_in(ahead, draws.view(-1, 1))
+            self._keys = first, ahead
+        return ahead[turn - first :]
 
 
 def passes(samples: int, size: int | None, epochs: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,7 @@ from fedbilevel.federation.graphs import Graphs, Program, kinds
 from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
 from fedbilevel.federation.pool import Apart, Pool, Pools
+from fedbilevel.federation.stacks import Sums, summed
 from fedbilevel.federation.steps import Known, Lift, Steps, single, stacked
 from fedbilevel.federation.work import (
     Assignment,
@@ -65,6 +66,7 @@ class Clients:
         self.memories = Memories(device, memory)  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
         self.held: dict[int, ClientData] = {}  # what the clients hold that are at work
+        self.weigh: Callable[[int], float] | None = None  # and with which weights their replies are added up
         self.on_gpu = device != "cpu"
         self.pools = Pools(memory if self.on_gpu else 0, device)
         self.graphs = Graphs()
@@ -89,18 +91,21 @@ class Clients:
         own = snapshots[ranks.rank() if len(snapshots) == ranks.size() else 0]
         self.back({**own, "memories": self.memories.mark()})
 
-    def run(self, work: list[Assignment]) -> Iterator[Part]:
-        """The replies to tasks of one phase, in stacks, as they are computed."""
+    def run(self, work: list[Assignment], weigh: Callable[[int], float] | None = None) -> Iterator[Part]:
+        """The replies to tasks of one phase, in stacks, as they are computed. weigh: a client's weight, where replies
+        that are only summed are to be so on the device, without a look at them."""
         self.held = {w.client: self.client(w.exchange, w.client) for w in work}
+        self.weigh = weigh
         for turn in turns(work):
             for chunk in self._chunks(turn):
-                for part in self._run(chunk):
-                    exchange = part.work[0].exchange
-                    if exchange.role.remembers:
-                        self._remember(part)
-                    if text := wrong(part.values, exchange.role.reply, self.problem, exchange.submodel, len(part.work)):
-                        raise TypeError(f"phase {exchange.phase!r} {text}")
-                    yield part
+                part = self._run(chunk)
+                exchange = part.work[0].exchange
+                if exchange.role.remembers:
+                    self._remember(part)
+                values, stack = (part.sums.totals, ()) if part.sums else (part.values, (len(part.work),))
+                if text := wrong(values, exchange.role.reply, self.problem, exchange.submodel, *stack):
+                    raise TypeError(f"phase {exchange.phase!r} {text}")
+                yield part
 
     def client(self, exchange: Exchange, client: int) -> ClientData:
         found = on_client(client, exchange, lambda: self.problem.paired(self.data[client]))
@@ -145,12 +150,12 @@ class Clients:
             self.footprints[kind] = self.memory if apart else max(meter.peak_bytes // 2, 1)
         return self.footprints[kind]
 
-    def _run(self, work: list[Assignment]) -> list[Part]:
+    def _run(self, work: list[Assignment]) -> Part:
         """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
         if len(work) == 1:
             return self._alone(work[0])
         try:
-            return list(self._run_stack(work, stacked))
+            return self._run_stack(work, stacked)
         except Exception as error:
             for w in work:
                 self._alone(w)
@@ -159,11 +164,10 @@ class Clients:
                 f"{type(error).__name__}: {first_line(error)} (mode='loop' runs them one by one)"
             ) from error
 
-    def _alone(self, w: Assignment) -> list[Part]:
-        run = on_client(w.client, w.exchange, lambda: list(self._run_stack([w], single)))
-        return cast(list[Part], run)
+    def _alone(self, w: Assignment) -> Part:
+        return cast(Part, on_client(w.client, w.exchange, lambda: self._run_stack([w], single)))
 
-    def _run_stack(self, work: list[Assignment], lift: Lift) -> Iterator[Part]:
+    def _run_stack(self, work: list[Assignment], lift: Lift) -> Part:
         """start, step, finish for a stack, whose longest tasks come first."""
         exchange, role = work[0].exchange, work[0].exchange.role
         data, lengths = [self.held[w.client] for w in work], [w.steps for w in work]
@@ -196,6 +200,7 @@ class Clients:
             "own": own,
             "memory": _stacked([self._recall(w) for w in work], stack),
             "steps": sent(lengths, self.device, dtype),
+            "weights": self._weights(work),
             "keys": sent([w.key for w in work], self.device),
             "extents": held,
             "starts": {side: starts for side, (_, starts) in pools.items()},
@@ -214,15 +219,18 @@ class Clients:
 
             return self._program(exchange, lift, given, take)
 
-        replies, spent = self._recorded(exchange, program, inputs) if self.on_gpu else program(inputs)
-        start = 0
-        for length, count in Counter(lengths).items():
-            end = start + count
-            part = slice(start, end)
-            values = replies if count == len(work) else pytree.tree_map(lambda t, part=part: t[part], replies)
-            took = spent[length]._replace(peak_bytes=spent[length].peak_bytes + nbytes(features) // len(work))
-            yield Part(work[start:end], values, took.then(embedding))
-            start = end
+        replies, (spent, size) = self._recorded(exchange, program, inputs) if self.on_gpu else program(inputs)
+        table = nbytes(features) // len(work)
+        whole = [took._replace(peak_bytes=took.peak_bytes + table).then(embedding) for took in spent]
+        values, sums = ({}, replies) if isinstance(replies, Sums) else (replies, None)
+        return Part(work, [whole[length] for length in lengths], size, values, sums)
+
+    def _weights(self, work: list[Assignment]) -> Tensor | tuple[()]:
+        """With which replies are added up; none if they are looked at one by one."""
+        exchange, role = work[0].exchange, work[0].exchange.role
+        if self.weigh is None or not role.summed or role.remembers or exchange.submodel:
+            return ()
+        return sent([self.weigh(w.client) for w in work], self.device, torch.float64)
 
     def _pool(
         self, side: str, data: Sequence[ClientData], numbers: list[int], batches: int, extent: Extent
@@ -282,7 +290,16 @@ class Clients:
             for each, client, start in zip(data, held, starts, strict=True)
         ]
 
-    def _program(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
+    def _program(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, tuple[list[Took], int]]:
+        """The replies of a stack or the sums of it, what tasks of 0, 1, 2, ... steps took, and the bytes of a reply."""
+        replies, took = self._stack(exchange, lift, given, take)
+        said = {name: value for name, value in replies.items() if name in exchange.role.reply}  # not what it remembers
+        size, weights = nbytes(said) // len(given["keys"]), given["weights"]
+        if isinstance(weights, Tensor):
+            replies = summed(replies, weights, given["steps"])
+        return replies, (took, size)
+
+    def _stack(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
         """The replies of a stack, and what tasks of 0, 1, 2, ... steps took.
 
         Step k runs on the clients that take more than k steps: on the first of the stack, or, on a GPU, on all, and

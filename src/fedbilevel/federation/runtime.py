@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel import checks
 from fedbilevel.environment import Environment
-from fedbilevel.federation.base import Each, QuorumError, Replies, Reply, Values
+from fedbilevel.federation.base import Each, QuorumError, Replies, Reply
 from fedbilevel.federation.batches import passes
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.stacks import Values
 from fedbilevel.federation.work import Assignment, Exchange, Took
 from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
@@ -223,7 +224,10 @@ class Runtime(ABC):
 
     def _reply(self, w: Assignment) -> Reply:
         staleness = self.ledger.iterations - w.exchange.iteration
-        return Reply(w.place, w.client, w.steps, len(self) * self.weights[w.client], staleness, values={})
+        return Reply(w.place, w.client, w.steps, self._weight(w.client), staleness, values={})
+
+    def _weight(self, client: int) -> float:
+        return len(self) * self.weights[client]
 
     def _count(self, work: list[Assignment], took: Sequence[Sequence[int]], **more: Sequence[int]) -> None:
         amounts = dict(zip(Took._fields, map(list, zip(*took, strict=True)), strict=True))

@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from fedbilevel import checks, devices
 from fedbilevel.environment import Environment
 from fedbilevel.federation import ranks
-from fedbilevel.federation.base import Each, Replies, Values, join, row, wrong
+from fedbilevel.federation.base import Each, Replies, wrong
 from fedbilevel.federation.clients import Clients
 from fedbilevel.federation.losses import Losses
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel, chosen
+from fedbilevel.federation.stacks import Values, join, row
 from fedbilevel.federation.work import Assignment, Exchange, Part, Took, on_client
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, root, subset
@@ -182,7 +183,7 @@ class SimulatedFederation(Runtime):
     ) -> Replies:
         exchange, work = self._assign(phase, clients, each, submodels, shared)
         self.ledger.phase(phase).rounds += 1
-        replies = Replies(phase, str(exchange), exchange.role, self.problem, self.trusting)
+        replies = Replies(phase, str(exchange), exchange.role, self.problem)
         endings = self._send(work, self.now + (self.environment.deadline or float("inf")))
         lost = {ending.number for ending in endings if ending.lost}
         if exchange.role.remembers:  # what was posted before comes before
@@ -199,21 +200,25 @@ class SimulatedFederation(Runtime):
         every rank takes them all.
         """
 
-        def take(part: Part) -> tuple[list[int], Took, int]:
-            kept = [j for j, w in enumerate(part.work) if w.number not in lost]
-            self._add(*chosen(part.work, part.values, kept), replies)
-            return [w.number for w in part.work], part.took, nbytes(part.values) // len(part.work)
+        def take(part: Part) -> tuple[list[int], list[Took], int]:
+            if part.sums:
+                replies.trust([self._reply(w) for w in part.work], part.sums)
+            else:
+                kept = [j for j, w in enumerate(part.work) if w.number not in lost]
+                self._add(*chosen(part.work, part.values, kept), replies)
+            return [w.number for w in part.work], part.took, part.nbytes
 
         if replies.role.summed:
-            own = _own(work)
-            notes = list(itertools.chain(*ranks.agree(lambda: [take(part) for part in self.engine.run(own)])))
+            own, spoilt = _own(work), bool(self.environment.faults and self.environment.faults.corrupt)
+            weigh = self._weight if self.trusting and not lost and not spoilt else None
+            notes = list(itertools.chain(*ranks.agree(lambda: [take(part) for part in self.engine.run(own, weigh)])))
             replies.merge()
         else:
             notes = [take(part) for part in self._run(work)]
         tasks = {w.number: w for w in work}
         for numbers, took, sent in notes:
             up = [0 if number in lost else sent for number in numbers]
-            self._count([tasks[number] for number in numbers], [took] * len(numbers), bytes_up=up)
+            self._count([tasks[number] for number in numbers], took, bytes_up=up)
 
     def _run(self, work: list[Assignment]) -> Iterator[Part]:
         """What all ranks compute, each of its own clients."""
@@ -222,12 +227,12 @@ class SimulatedFederation(Runtime):
             return
         own, tasks = _own(work), {w.number: w for w in work}
 
-        def compute() -> list[tuple[list[int], Values, Took]]:
+        def compute() -> list[tuple[list[int], list[Took], int, Values]]:
             parts = self.engine.run(own)
-            return [([w.number for w in part.work], ranks.sent(part.values, "cpu"), part.took) for part in parts]
+            return [([w.number for w in p.work], p.took, p.nbytes, ranks.sent(p.values, "cpu")) for p in parts]
 
-        for numbers, values, took in itertools.chain(*ranks.agree(compute)):
-            yield Part([tasks[number] for number in numbers], ranks.sent(values, self.device), took)
+        for numbers, took, size, values in itertools.chain(*ranks.agree(compute)):
+            yield Part([tasks[number] for number in numbers], took, size, ranks.sent(values, self.device))
 
     def post(
         self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
@@ -320,7 +325,7 @@ class SimulatedFederation(Runtime):
         missing |= dict(itertools.islice(self.pending.items(), AHEAD))
         for part in self._run(list(missing.values())):
             for j, w in enumerate(part.work):
-                self.ready[w.client] = (row(part.values, j), *part.took)
+                self.ready[w.client] = (row(part.values, j), *part.took[j])
                 self.pending.pop(w.client, None)
 
     def _add(self, work: list[Assignment], values: Values, replies: Replies) -> None:

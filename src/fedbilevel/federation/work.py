@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import ClientError
+from fedbilevel.federation.stacks import Sums, Values
 from fedbilevel.phase import Phase
 from fedbilevel.submodels import Submodel
 
@@ -67,11 +68,13 @@ class Took(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some tasks, the stack of their replies, and what each of them took."""
+    """Some tasks, what each of them took, the bytes of a reply, and the stack of replies or the sums of it."""
 
     work: list[Assignment]
-    values: dict[str, Any]
-    took: Took
+    took: list[Took]
+    nbytes: int
+    values: Values
+    sums: Sums | None = None
 
 
 def turns(work: list[Assignment]) -> Iterable[list[Assignment]]:

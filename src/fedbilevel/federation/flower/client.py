@@ -124,7 +124,7 @@ class Worker:
             self.memory.parent.mkdir(parents=True, exist_ok=True)
             checkpoint.save(self.memory, {"number": number, "before": before, "after": after})
         values = {name: _first(value) for name, value in part.values.items()}
-        return {"number": number, "values": values, "took": part.took._asdict()}
+        return {"number": number, "values": values, "took": part.took[0]._asdict()}
 
     def _recall(self, number: int) -> dict[str, Any]:
         """What the client remembers; of a task that is sent again, what it remembered then."""

@@ -25,10 +25,11 @@ from fedbilevel import checks
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.environment import Environment
 from fedbilevel.federation import losses
-from fedbilevel.federation.base import Each, QuorumError, Replies, Values, join, log, wrong
+from fedbilevel.federation.base import Each, QuorumError, Replies, log, wrong
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.flower.wire import WireError, decode, encode, one_line
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel
+from fedbilevel.federation.stacks import Values, join
 from fedbilevel.federation.work import Assignment, Exchange, Took
 from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
