@@ -20,6 +20,7 @@ import fedbilevel as fb
 from benchmarks.measure import Row, show
 from fedbilevel import nets
 from fedbilevel.algorithms.simfbo import SimFBO
+from fedbilevel.memory import at_rest
 from fedbilevel.solve import Run
 from fedbilevel.tree import Tree, dot, flatten
 
@@ -82,9 +83,10 @@ def floor(clients: int) -> float:
 
 def ten(run: Run) -> None:
     """Rounds as they follow each other between two evaluations: the host goes on while the GPU computes."""
-    for _ in range(10):
-        run.fed.mark()  # as `Run` does before every iteration
-        run.advance()
+    with at_rest():
+        for _ in range(10):
+            run.fed.mark()
+            run.advance()
 
 
 def row(clients: int, precision: str, compile: bool) -> Row:

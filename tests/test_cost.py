@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedbilevel.federation import Ledger, steps
 from fedbilevel.federation.ledger import Accounts
 from fedbilevel.federation.meter import Meter
 from fedbilevel.solve import Run
+from fedbilevel.tasks.quadratic import quadratic
 from tests.tool import QUADRATIC, done, summary, write
 
 B, K, H, C = 8, 7, 5, 3  # samples, inputs, hidden units, classes
@@ -103,6 +105,20 @@ def test_what_is_freed_is_kept_unless_the_user_has_a_say(variable: str | None, m
     monkeypatch.setattr(memory.os, "environ", {"HOME": "", **({variable: "1"} if variable else {})})
     memory.keep_freed()
     assert len(told) == (0 if variable else 3)
+
+
+def test_the_garbage_collector_leaves_alone_what_was_there_before_a_run() -> None:
+    assert gc.get_freeze_count() == 0
+    task = quadratic(clients=2)
+    run = iter(Run(fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.SimFBO()), {"rounds": 3}))
+    next(run)
+    before = gc.get_freeze_count()
+    assert before > 1000
+    with memory.at_rest():
+        assert gc.get_freeze_count() >= before
+    assert gc.get_freeze_count() >= before, "who did not begin it does not end it"
+    run.close()
+    assert gc.get_freeze_count() == 0
 
 
 # Federations

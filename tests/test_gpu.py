@@ -174,6 +174,28 @@ def test_a_gpu_gives_the_numbers_of_a_cpu(name: str) -> None:
     assert any(recording for recording in gpu.fed.engine.graphs.recordings.values()), "nothing was recorded"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+def test_a_compiled_task_with_dropout_gives_the_numbers_of_a_cpu() -> None:
+    task, states = hyper_representation(clients=4, hidden=16, samples=240, dropout=0.5), []
+    for device in ("cpu", "cuda"):
+        problem, environment = task.problem.to(device), fb.Environment(local_steps=3, batch_size=8)
+        parts: Any = {"device": device, "compile": device == "cuda"}
+        fed = fb.SimulatedFederation(problem, task.clients, algorithms.get("simfbo")(), environment, **parts)
+        run = Run(fed, {"rounds": 10**6})
+        for _ in range(6):
+            run.advance()
+        states.append(torch.cat([flatten(part).cpu() for part in run.state]))
+    assert all(fed.engine.graphs.recordings.values())
+    assert all(fed.engine.steps.traces.values()), "nothing was compiled"
+    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-5)
+
+
+def test_compiling_on_a_cpu_is_refused() -> None:
+    task = quadratic(clients=2)
+    with pytest.raises(ValueError, match="compile is True, but device is 'cpu'"):
+        fb.SimulatedFederation(task.problem, task.clients, algorithms.get("simfbo")(), compile=True)
+
+
 def test_bfloat16_rounds_the_backbone_and_nothing_else() -> None:
     """The head sees rounded features; what it makes of them, products with its Hessian above all, is exact."""
     task = hyper_representation(clients=2, hidden=16, samples=80)

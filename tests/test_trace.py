@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import fedbilevel as fb
 from fedbilevel.federation import clients as engine
 from fedbilevel.federation import steps
-from fedbilevel.rng import normal, root
+from fedbilevel.rng import fold_in, normal, root, uniform
 from fedbilevel.solve import Run
-from fedbilevel.trace import trace
+from fedbilevel.trace import compiled, trace
 
 
 def draw(*shape: int, tag: str = "trace") -> Tensor:
@@ -64,6 +64,19 @@ def test_what_depends_on_shapes_alone_is_computed_once_and_not_handed_out() -> N
     names = operations(fast)
     assert "aten.exp.default" not in names
     assert names.count("aten.mul.Tensor") == 2  # by the slope, and by 2 once
+
+
+def test_what_draws_are_made_of_is_a_constant(monkeypatch: Any) -> None:
+    """PyTorch's compiler would count it in 32 bits on a GPU and let it overflow on a CPU, where anything may follow."""
+
+    def fn(keys: Tensor) -> list[Tensor]:
+        return [uniform(keys, (7, 3)), fold_in(keys, torch.arange(2).unsqueeze(-1))]
+
+    args = (torch.tensor([5, -(7**20), 2**62 + 11, -1]),)
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, _: module.forward)
+    for fast in (trace(fn, args), compiled(fn, args)):
+        torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=0)
+        assert not any("arange" in name for name in operations(fast))
 
 
 def test_a_sum_takes_the_place_of_what_nothing_needs_any_more() -> None:

@@ -1,9 +1,30 @@
 """How the process keeps memory."""
 
 import ctypes
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """Within, the garbage collector leaves alone what was there before.
+
+    PyTorch and the data are some 300,000 objects that stay. A round of 1,000 clients makes enough new ones to have all
+    of those looked at again and again, which takes half as long as everything else that the host does for it.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect(1)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def keep_freed() -> None:

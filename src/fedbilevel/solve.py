@@ -13,6 +13,7 @@ from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
 from fedbilevel.federation import QuorumError, SimulatedFederation, ranks
 from fedbilevel.federation.runtime import Runtime
+from fedbilevel.memory import at_rest
 from fedbilevel.problem import ClientData, Problem
 from fedbilevel.tree import Tree, is_finite
 
@@ -79,6 +80,10 @@ class Run:
         }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        with at_rest():
+            yield from self._iterations()
+
+    def _iterations(self) -> Iterator[dict[str, Any]]:
         if not self.history:
             yield self._measure()
         while self.status == "completed" and not self._finished():

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
 FILLS: dict[Any, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+SOURCES = (aten.scalar_tensor, aten.arange)  # constants that are made of numbers
 LARGEST_CONSTANT = 1 << 16  # entries; a trace holds its constants for as long as it lives
 NUMBERS = (bool, int, float)
 Flat = Callable[..., Sequence[Tensor]]
@@ -24,7 +25,6 @@ Flat = Callable[..., Sequence[Tensor]]
 def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
     """fn, a pure function of tensors, specialised to the shapes, strides and dtypes of args."""
     module = _make(fn, args)
-    graph = module.graph
     rewrites = (
         _drop_idle,
         _fold_scalars,
@@ -35,12 +35,7 @@ def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
         _fuse_products,
         _reuse,
     )
-    for rewrite in rewrites:
-        for node in list(graph.nodes):
-            if node.op == "call_function":
-                rewrite(graph, node)
-        graph.eliminate_dead_code()
-    module.recompile()
+    _rewrite(module, rewrites)
     return module.forward
 
 
@@ -48,7 +43,9 @@ def compiled(fn: Flat, args: Sequence[Tensor]) -> Flat:
     """The same through PyTorch's compiler, which takes seconds to minutes and fuses what is not a matrix product."""
     import torch._inductor  # takes a second
 
-    run: Flat = torch._inductor.compile(_make(fn, args), list(args))
+    module = _make(fn, args)
+    _rewrite(module, [_Constants(module)])  # the compiler counts in 32 bits, too few for what draws are made of
+    run: Flat = torch._inductor.compile(module, list(args))
     return run
 
 
@@ -58,6 +55,15 @@ def _make(fn: Flat, args: Sequence[Tensor]) -> fx.GraphModule:
     module = make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
     module.graph.eliminate_dead_code()
     return module
+
+
+def _rewrite(module: fx.GraphModule, rewrites: Sequence[Callable[[fx.Graph, fx.Node], None]]) -> None:
+    for rewrite in rewrites:
+        for node in list(module.graph.nodes):
+            if node.op == "call_function":
+                rewrite(module.graph, node)
+        module.graph.eliminate_dead_code()
+    module.recompile()
 
 
 def _form(node: Any) -> Any:
@@ -200,7 +206,9 @@ class _Constants:
             return
         if node.target in FILLS:
             value = torch.full(form.shape, FILLS[node.target], dtype=form.dtype, device=form.device)
-        elif node.target is aten.scalar_tensor.default or (sources and all(source in self.known for source in sources)):
+        elif getattr(node.target, "overloadpacket", None) in SOURCES or (
+            sources and all(source in self.known for source in sources)
+        ):
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.known.__getitem__)
             value = node.target(*args, **kwargs)  # type: ignore[operator]
         else:

@@ -64,7 +64,8 @@ def dot(a: Tree, b: Tree) -> Tensor:
 
 def norm(tree: Tree) -> Tensor:
     """The Euclidean norm of the whole tree."""
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in tree.values()]))
+    length: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in tree.values()]))
+    return length
 
 
 def project(tree: Tree, radius: float) -> Tree:

@@ -86,6 +86,10 @@ class SimulatedFederation(Runtime):
         on_client(0, "before round 1", lambda: problem.check(clients[0], device, episode))
         room = devices.stack_bytes(device) if memory is None else memory
         coarse = problem.rounded(precision)
+        if compile and device == "cpu":
+            raise ValueError(
+                "compile is True, but device is 'cpu', where a compiled step is no faster; it must be False"
+            )
         self.engine = Clients(coarse, clients, algorithm, self.environment, device, self.mode, room, compile)
         self.trusting = device != "cpu" and ranks.size() == 1
         self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
