@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 import fedbilevel as fb
 from fedbilevel import algorithms
+from fedbilevel.federation import steps
 from fedbilevel.federation.base import Replies, Reply
 from fedbilevel.federation.graphs import Graphs
 from fedbilevel.federation.pool import Apart, Pool, Pools
@@ -24,6 +25,7 @@ from fedbilevel.solve import Run
 from fedbilevel.submodels import Submodel
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import quadratic
+from fedbilevel.trace import trace
 from fedbilevel.tree import Tree, dot, flatten, norm
 
 METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
@@ -55,6 +57,27 @@ def test_clients_that_are_done_stay_where_they_are(name: str, monkeypatch: Any) 
     """A stack of one size, as on a GPU, and one that shrinks, as on a CPU, give the same numbers and costs."""
     monkeypatch.setattr(Graphs, "run", lambda self, _, __, program, leaves, form: program(tree_unflatten(leaves, form)))
     check_agree(run(name), run(name, like_a_gpu=True))
+
+
+def test_a_task_to_compile_draws_and_adds_up_the_same(monkeypatch: Any) -> None:
+    """With a trace in place of the compiler."""
+
+    def recorded(self: Graphs, _: str, __: Any, program: Any, leaves: Any, form: Any) -> Any:
+        self.recording = True
+        try:
+            return program(tree_unflatten(leaves, form))
+        finally:
+            self.recording = False
+
+    monkeypatch.setattr(Graphs, "run", recorded)
+    monkeypatch.setattr(steps, "compiled", trace)
+    found = run("simfbo", iterations=0, like_a_gpu=True)
+    found.fed.trusting = found.fed.engine.steps.compile = True
+    for _ in range(6):
+        found.advance()
+    found.fed.settle()
+    check_agree(run("simfbo"), found)
+    assert len([made for made in found.fed.engine.steps.traces.values() if made and made[2] == 0]) >= 3
 
 
 @pytest.mark.parametrize("memory", [0, 1500, 10**6], ids=["none", "some", "all"])

@@ -6,6 +6,7 @@ holds the arithmetic alone; a few rewrites then take out what only the transform
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,9 @@ def compiled(fn: Flat, args: Sequence[Tensor]) -> Flat:
 
     module = _make(fn, args)
     _rewrite(module, [_Constants(module)])  # the compiler counts in 32 bits, too few for what draws are made of
-    run: Flat = torch._inductor.compile(module, list(args))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # float32 is what was asked for
+        run: Flat = torch._inductor.compile(module, list(args))
     return run
 
 

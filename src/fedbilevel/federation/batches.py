@@ -17,6 +17,7 @@ SIDES: dict[Sides, tuple[str, ...]] = {"train": ("train",), "val": ("val",), "bo
 DRAWN = 1 << 22  # words of one look ahead: the draws of many steps cost little more than those of one
 
 Ahead = tuple[int, Tensor]  # the first of some turns, and what belongs to each
+Fused = Callable[..., Any]  # (what, fn, *args) -> fn(*args), which depends on tensors and on `what`
 Take = Callable[[str, Tensor | None], Data]  # a row of indices for each of the first clients; None: everything of all
 
 
@@ -49,13 +50,14 @@ class Batches:
         keys: Tensor,
         extents: Mapping[str, Extent],
         take: Take,
+        fused: Fused = lambda _, fn, *args: fn(*args),
         *,
         steps: int = 1,
         draws: int = 1,
         epochs: bool = False,
         paired: bool = False,
     ) -> None:
-        self.keys, self.extents, self.take = keys, extents, take
+        self.keys, self.extents, self.take, self.fused = keys, extents, take, fused
         self.steps, self.draws, self.epochs, self.paired = steps, draws, epochs, paired
         self.samples = 0  # drawn so far, by each client that is still active
         self._whole: dict[str, Data] = {}
@@ -91,9 +93,10 @@ class Batches:
             turns = -(-self.steps // -(-size // count)) if self.epochs else self.steps
             some = slice(min(turns - turn, max(1, DRAWN // (size * len(self.keys)))))
             keys = self._keys_from(turn)[some, 0 if self.paired else list(self.extents).index(side), draw]
-            own = None if isinstance(sizes, tuple) else sizes
-            first, ahead = turn, rows(keys, size, size if self.epochs else count, own)
-            self._indices[side, draw] = first, ahead
+            numbers = (size, size if self.epochs else count)
+            own = () if isinstance(sizes, tuple) else (sizes,)
+            ahead = self.fused(("rows", *numbers), lambda keys, *own: rows(keys, *numbers, *own), keys, *own)
+            first, self._indices[side, draw] = turn, (turn, ahead)
         return ahead[turn - first]
 
     def _keys_from(self, turn: int) -> Tensor:
@@ -101,11 +104,14 @@ class Batches:
         first, ahead = self._keys
         if not first <= turn < first + len(ahead):
             last = min(self.steps, turn + max(1, DRAWN // len(self.keys)))
-            turns, streams, draws = (
-                torch.arange(*r, device=self.keys.device) for r in ((turn, last), (3,), (self.draws,))
-            )
-            ahead = fold_in(fold_in(self.keys, streams.view(-1, 1, 1)), turns.view(-1, 1, 1, 1))
-            first, ahead = turn, fold_in(ahead, draws.view(-1, 1))
+
+            def folded(keys: Tensor) -> Tensor:
+                numbers = ((3,), (turn, last), (self.draws,))
+                streams, turns, draws = (torch.arange(*some, device=keys.device) for some in numbers)
+                by_turn = fold_in(fold_in(keys, streams.view(-1, 1, 1)), turns.view(-1, 1, 1, 1))
+                return fold_in(by_turn, draws.view(-1, 1))
+
+            first, ahead = turn, self.fused(("keys", turn, last, self.draws), folded, self.keys)
             self._keys = first, ahead
         return ahead[turn - first :]
 

@@ -296,7 +296,7 @@ class Clients:
         said = {name: value for name, value in replies.items() if name in exchange.role.reply}  # not what it remembers
         size, weights = nbytes(said) // len(given["keys"]), given["weights"]
         if isinstance(weights, Tensor):
-            replies = summed(replies, weights, given["steps"])
+            replies = self.steps.fused("sums", summed, replies, weights, given["steps"])
         return replies, (took, size)
 
     def _stack(self, exchange: Exchange, lift: Lift, given: Any, take: Take) -> tuple[Any, list[Took]]:
@@ -307,7 +307,7 @@ class Clients:
         """
         role, lengths = exchange.role, given["lengths"]
         batches = Batches(
-            *(given["keys"], given["extents"], take),
+            *(given["keys"], given["extents"], take, self.steps.fused),
             steps=lengths[0],
             draws=role.draws,
             epochs=isinstance(role.steps, Epochs),

@@ -11,7 +11,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from fedbilevel.federation.base import log
-from fedbilevel.federation.graphs import Graphs
+from fedbilevel.federation.graphs import Graphs, kinds
 from fedbilevel.federation.meter import Meter
 from fedbilevel.federation.work import Exchange, Took, first_line
 from fedbilevel.oracle import Oracle
@@ -26,6 +26,7 @@ TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in th
 TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
 
 Lift = Callable[[Callable[..., Any]], Callable[..., Any]]
+Traced = tuple[Flat, pytree.TreeSpec, int]  # the form of its result, and how many gradients it takes
 Known = dict[Hashable, tuple[pytree.TreeSpec, str, Took]]
 
 
@@ -37,13 +38,13 @@ class Steps:
         self, problem: Problem, algorithm: Algorithm, mode: str, graphs: Graphs | None, compile_: bool
     ) -> None:
         self.problem, self.algorithm, self.mode, self.graphs = problem, algorithm, mode, graphs
-        self.trace = compiled if compile_ else trace
+        self.compile, self.trace = compile_, compiled if compile_ else trace
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of part, for one client
         self.uses: dict[str, int] = {}  # of each kind of part, by a stack of one size
         self.names: dict[Hashable, str] = {}
         self.parts: dict[Hashable, tuple[str, str]] = {}  # the names of a part: of a stack's, of a client's
         self.finishes: dict[str, Took] = {}  # what a finish takes after a step
-        self.traces: dict[str, tuple[Flat, pytree.TreeSpec, int] | None] = {}
+        self.traces: dict[str, Traced | None] = {}  # None: it cannot be
 
     def mark(self) -> dict[str, Any]:
         # Traces round differently: a resumed run must trace the same steps.
@@ -87,6 +88,34 @@ class Steps:
             self.measured[kind] = (meter.flops, nbytes(alone) + meter.peak_bytes)
         flops, peak_bytes = self.measured[kind]
         return name, Took(flops=flops, peak_bytes=peak_bytes)
+
+    def fused(self, what: Hashable, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(*args), which depends on tensors and on `what`: compiled where a task is recorded that is to be compiled,
+        because many small kernels take longer than one that does their work."""
+        if not (self.compile and self.graphs and self.graphs.recording):
+            return fn(*args)
+        values, form = pytree.tree_flatten(args)
+        after = form
+
+        def flat(*values: Tensor) -> list[Tensor]:
+            nonlocal after
+            leaves, after = pytree.tree_flatten(fn(*pytree.tree_unflatten(values, form)))
+            return leaves
+
+        name = self.name((what, form, kinds(values)))
+        if (found := self._traced(name, str(what), lambda: (compiled(flat, values), after, 0))) is None:
+            return fn(*args)
+        return pytree.tree_unflatten(list(found[0](*values)), found[1])
+
+    def _traced(self, name: str, what: str, make: Callable[[], Traced]) -> Traced | None:
+        """What was traced under this name, or is now."""
+        if name not in self.traces:
+            try:
+                self.traces[name] = make()
+            except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
+                log.info("%s is not traced: %s", what, first_line(error))
+                self.traces[name] = None
+        return self.traces[name]
 
     def step(
         self,
@@ -139,14 +168,8 @@ class Steps:
             return plainly()
         if self.used(name) <= TRACE_FROM and not self.graphs:
             return plainly()
-        if name not in self.traces:
-            try:
-                traced = self.trace(flat, values)
-                self.traces[name] = (traced, after, oracle.gradients)
-            except Exception as error:  # what vmap takes and a trace does not: a choice by the values, say
-                log.info("phase %r is not traced: %s", exchange.phase, first_line(error))
-                self.traces[name] = None
-        if (found := self.traces[name]) is None:
+        what = f"phase {exchange.phase!r}"
+        if (found := self._traced(name, what, lambda: (self.trace(flat, values), after, oracle.gradients))) is None:
             return plainly()
         run, after, gradients = found
         return list(run(*values)), after, took._replace(gradients=gradients)
