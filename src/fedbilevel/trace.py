@@ -45,9 +45,9 @@ def compiled(fn: Flat, args: Sequence[Tensor]) -> Flat:
     import torch._inductor  # takes a second
 
     module = _make(fn, args)
-    _rewrite(module, [_Constants(module)])  # the compiler counts in 32 bits, too few for what draws are made of
+    _rewrite(module, [_Constants(module, least=2**31)])  # the compiler counts in 32 bits, too few for draws
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # float32 is what was asked for
+        warnings.simplefilter("ignore")  # what it has to say, float32 being slow above all, is not for who called
         run: Flat = torch._inductor.compile(module, list(args))
     return run
 
@@ -197,11 +197,12 @@ def _frozen(value: Any) -> Any:
 class _Constants:
     """What depends on shapes alone is computed here, once: the gradient of a loss in itself, and what comes of it.
 
-    What only led to such a shape is not computed at all: a loss of which the gradient alone is used.
+    What only led to such a shape is not computed at all: a loss of which the gradient alone is used. least: leave those
+    that are below it where they are.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module, self.known = module, dict[fx.Node, Tensor]()
+    def __init__(self, module: fx.GraphModule, least: int = 0) -> None:
+        self.module, self.least, self.known = module, least, dict[fx.Node, Tensor]()
 
     def __call__(self, graph: fx.Graph, node: fx.Node) -> None:
         form, sources = node.meta.get("val"), node.all_input_nodes
@@ -215,6 +216,9 @@ class _Constants:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.known.__getitem__)
             value = node.target(*args, **kwargs)  # type: ignore[operator]
         else:
+            return
+        self.known[node] = value
+        if self.least and not (value.double().abs() >= self.least).any():
             return
         name = f"constant_{len(self.known)}"
         setattr(self.module, name, value)
