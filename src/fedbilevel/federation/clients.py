@@ -41,6 +41,8 @@ from fedbilevel.tree import nbytes
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
 
+Weigh = Callable[[Sequence[int]], list[float]]
+
 RECORD_FROM = 2  # uses of a task
 STACK_BELOW = 1e7  # operations of a client's largest convolution
 
@@ -66,7 +68,7 @@ class Clients:
         self.memories = Memories(device, memory)  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
         self.held: dict[int, ClientData] = {}  # what the clients hold that are at work
-        self.weigh: Callable[[int], float] | None = None  # and with which weights their replies are added up
+        self.weigh: Weigh | None = None  # and with which weights their replies are added up
         self.on_gpu = device != "cpu"
         self.pools = Pools(memory if self.on_gpu else 0, device)
         self.graphs = Graphs()
@@ -91,9 +93,9 @@ class Clients:
         own = snapshots[ranks.rank() if len(snapshots) == ranks.size() else 0]
         self.back({**own, "memories": self.memories.mark()})
 
-    def run(self, work: list[Assignment], weigh: Callable[[int], float] | None = None) -> Iterator[Part]:
-        """The replies to tasks of one phase, in stacks, as they are computed. weigh: a client's weight, where replies
-        that are only summed are to be so on the device, without a look at them."""
+    def run(self, work: list[Assignment], weigh: Weigh | None = None) -> Iterator[Part]:
+        """The replies to tasks of one phase, in stacks, as they are computed. weigh: the clients' weights, where
+        replies that are only summed are to be so on the device, without a look at them."""
         self.held = {w.client: self.client(w.exchange, w.client) for w in work}
         self.weigh = weigh
         for turn in turns(work):
@@ -128,8 +130,10 @@ class Clients:
         for exchange, alike in by_exchange(work).items():
             role, size = exchange.role, exchange.batch_size(self.environment)
             sides, epochs = SIDES[role.batch], isinstance(role.steps, Epochs)
+            same = (exchange.form, "", "")
             for w in alike:
-                letter = (exchange.form, form_of(w.each), form_of(self._recall(w)))
+                mine = w.each or role.remembers
+                letter = (exchange.form, form_of(w.each), form_of(self._recall(w))) if mine else same
                 form = (exchange.phase, shape(self.held[w.client], sides, size, epochs), letter)
                 groups[form, id(exchange.settings)].append(w)  # a schedule gives every iteration settings of its own
         for (kind, _), group in groups.items():
@@ -230,7 +234,7 @@ class Clients:
         exchange, role = work[0].exchange, work[0].exchange.role
         if self.weigh is None or not role.summed or role.remembers or exchange.submodel:
             return ()
-        return sent([self.weigh(w.client) for w in work], self.device, torch.float64)
+        return sent(self.weigh([w.client for w in work]), self.device, torch.float64)
 
     def _pool(
         self, side: str, data: Sequence[ClientData], numbers: list[int], batches: int, extent: Extent

@@ -220,14 +220,19 @@ class Runtime(ABC):
     def _add(self, work: list[Assignment], values: Values, replies: Replies) -> None:
         for group in by_submodel(work):
             alike, part = chosen(work, values, group)
-            replies.add([self._reply(w) for w in alike], part, alike[0].exchange.submodel)
+            replies.add(self._replies(alike), part, alike[0].exchange.submodel)
 
-    def _reply(self, w: Assignment) -> Reply:
-        staleness = self.ledger.iterations - w.exchange.iteration
-        return Reply(w.place, w.client, w.steps, self._weight(w.client), staleness, values={})
+    def _replies(self, work: list[Assignment]) -> list[Reply]:
+        """Who replies, without what they say."""
+        now, nothing, weights = self.ledger.iterations, dict[str, Any](), self._weigh([w.client for w in work])
+        return [
+            Reply(w.place, w.client, w.steps, weight, now - w.exchange.iteration, nothing)
+            for w, weight in zip(work, weights, strict=True)
+        ]
 
-    def _weight(self, client: int) -> float:
-        return len(self) * self.weights[client]
+    def _weigh(self, clients: Sequence[int]) -> list[float]:
+        n, weights = len(self), self.weights
+        return [n * weights[client] for client in clients]
 
     def _count(self, work: list[Assignment], took: Sequence[Sequence[int]], **more: Sequence[int]) -> None:
         amounts = dict(zip(Took._fields, map(list, zip(*took, strict=True)), strict=True))

@@ -188,13 +188,15 @@ class SimulatedFederation(Runtime):
         exchange, work = self._assign(phase, clients, each, submodels, shared)
         self.ledger.phase(phase).rounds += 1
         replies = Replies(phase, str(exchange), exchange.role, self.problem)
-        endings = self._send(work, self.now + (self.environment.deadline or float("inf")))
+        self._send(work)
+        endings = self._endings(work, self.now + (self.environment.deadline or float("inf")))
         lost = {ending.number for ending in endings if ending.lost}
         if exchange.role.remembers:  # what was posted before comes before
             self._evaluate([w for w in map(self.pending.get, clients) if w])
         self._answer(_computed(work, lost), lost, replies)
         for ending in sorted(endings):
             self._end(ending, replies)
+        replies.idle = replies.idle or list(clients)
         return self._quorum(len(work), replies)
 
     def _answer(self, work: list[Assignment], lost: set[int], replies: Replies) -> None:
@@ -206,7 +208,7 @@ class SimulatedFederation(Runtime):
 
         def take(part: Part) -> tuple[list[int], list[Took], int]:
             if part.sums:
-                replies.trust([self._reply(w) for w in part.work], part.sums)
+                replies.trust(self._replies(part.work), part.sums)
             else:
                 kept = [j for j, w in enumerate(part.work) if w.number not in lost]
                 self._add(*chosen(part.work, part.values, kept), replies)
@@ -214,7 +216,7 @@ class SimulatedFederation(Runtime):
 
         if replies.role.summed:
             own, spoilt = _own(work), bool(self.environment.faults and self.environment.faults.corrupt)
-            weigh = self._weight if self.trusting and not lost and not spoilt else None
+            weigh = self._weigh if self.trusting and not lost and not spoilt else None
             notes = list(itertools.chain(*ranks.agree(lambda: [take(part) for part in self.engine.run(own, weigh)])))
             replies.merge()
         else:
@@ -248,7 +250,9 @@ class SimulatedFederation(Runtime):
             if other.exchange.phase != phase:
                 raise RuntimeError(f"phase {phase!r} must wait: tasks of {other.exchange.phase!r} are in flight")
         _, work = self._assign(phase, clients, each, submodels, shared)
-        endings = self._send(work, float("inf"))
+        self._send(work)
+        now = [Ending(self.now, w.number, 0, w.client, False) for w in work]
+        endings = self._endings(work, float("inf")) or now
         lost = {ending.number for ending in endings if ending.lost}
         self.flying |= {w.client: w for w in work}
         self.pending |= {w.client: w for w in _computed(work, lost)}
@@ -280,16 +284,18 @@ class SimulatedFederation(Runtime):
                 self._accept(alike, self._take(alike), replies)
         return self._collected(replies)
 
-    def _send(self, work: list[Assignment], latest: float) -> list[Ending]:
-        """Decide when and how these tasks end; what would come after `latest` is lost."""
-        conditions, faults = self.environment, self.environment.faults
+    def _send(self, work: list[Assignment]) -> None:
         if not work:
-            return []
+            return
         shared = {exchange: nbytes(exchange.shared) for exchange in {w.exchange for w in work}}
         sent = [shared[w.exchange] + (nbytes(dict(w.each)) if w.each else 0) for w in work]
         self.ledger.charge(work[0].exchange.phase, [w.client for w in work], bytes_down=sent)
-        if conditions.delay is None and faults is None:
-            return [Ending(self.now, w.number, 0, w.client, False) for w in work]
+
+    def _endings(self, work: list[Assignment], latest: float) -> list[Ending]:
+        """When and how these tasks end, what would come after `latest` being lost; none where all end well and now."""
+        conditions, faults = self.environment, self.environment.faults
+        if not work or (conditions.delay is None and faults is None):
+            return []
         keys, clients = torch.tensor([w.key for w in work]), [w.client for w in work]
         seconds = conditions.delay.seconds(fold_in(keys, 3), clients) if conditions.delay else [0.0] * len(work)
         happens = {
