@@ -257,8 +257,7 @@ class Replies:
             raise KeyError(f"phase {self.phase!r} replies with {', '.join(self._sums)}, not {name!r}")
         if self._parts and self.role.reply.get(name, "scalar") != "scalar":
             raise RuntimeError(f"{self.place}: {name!r} comes from submodels; it has a coverage_mean, no mean")
-        count = self._count if self._open else len(self)
-        total = pytree.tree_map(lambda t: t / count, self._sums[name])
+        total = self._sums[name] / (self._count if self._open else len(self))
         return total if isinstance(total, Tree) or self._open else float(total)
 
     def coverage_mean(self, name: str) -> Tree:

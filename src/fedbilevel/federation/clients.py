@@ -36,7 +36,7 @@ from fedbilevel.federation.work import (
 from fedbilevel.oracle import Features
 from fedbilevel.phase import Epochs, Message
 from fedbilevel.problem import ClientData, Data, Problem, leaves, like
-from fedbilevel.tree import nbytes
+from fedbilevel.tree import Tree, nbytes
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
@@ -183,10 +183,11 @@ class Clients:
         def stack(*values: Any) -> Tensor:
             return torch.stack([tensor(value) for value in values])
 
-        shared, own = (
-            pytree.tree_map(lambda v: tensor(v) if isinstance(v, float) else v, dict(exchange.shared)),
-            _stacked([dict(w.each) for w in work], stack),
-        )
+        def here(value: Any) -> Any:
+            return pytree.tree_map(lambda v: tensor(v) if isinstance(v, float) else v, value)
+
+        shared = {name: value if isinstance(value, Tree) else here(value) for name, value in exchange.shared.items()}
+        own = _stacked([dict(w.each) for w in work], stack)
         places = {e: place for place, e in enumerate(by_exchange(work))}
         if len(places) > 1:  # not everyone was sent the same
             letters, rows = _stacked([dict(e.shared) for e in places], stack), [places[w.exchange] for w in work]

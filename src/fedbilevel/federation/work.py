@@ -13,6 +13,7 @@ from fedbilevel.federation.base import ClientError
 from fedbilevel.federation.stacks import Sums, Values
 from fedbilevel.phase import Phase
 from fedbilevel.submodels import Submodel
+from fedbilevel.tree import Tree
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms.base import Algorithm
@@ -98,7 +99,13 @@ def by_exchange(work: list[Assignment]) -> dict[Exchange, list[Assignment]]:
 
 def form_of(values: Mapping[str, Any]) -> str:
     """What can be stacked has the same form."""
-    return repr(pytree.tree_map(lambda t: getattr(t, "shape", ()), dict(values))) if values else ""
+
+    def shapes(value: Any) -> Any:
+        if isinstance(value, Tree):  # nearly all that is sent, and every time
+            return {name: tensor.shape for name, tensor in value.items()}
+        return pytree.tree_map(lambda t: getattr(t, "shape", ()), value)
+
+    return repr({name: shapes(value) for name, value in values.items()}) if values else ""
 
 
 def on_client(client: int, place: Any, run: Callable[[], Any]) -> Any:
