@@ -1,11 +1,15 @@
 """UniFBO beyond the conformance suite: its steps, and where it ends, against closed forms."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import fedbilevel as fb
 from fedbilevel.algorithms import UniFBO
 from fedbilevel.algorithms.unifbo import wide
+from fedbilevel.delays import Constant, Faults, LogNormal, Stragglers
+from fedbilevel.tree import flatten
 
 STEPS = {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5}
 
@@ -100,3 +104,91 @@ def test_a_tensor_without_gradient_stays():
     assert result.status == "completed"
     assert torch.equal(result.x["idle"], torch.ones(2, 300))
     assert not torch.equal(result.x["x"], torch.ones(2))
+
+
+# Without a barrier
+
+
+def quadratic_run(algorithm, rounds=48, clients=4, **environment):
+    task = fb.tasks.load("quadratic", clients=clients, condition=3.0, seed=5)
+    run = {"environment": fb.Environment(**environment), "rounds": rounds, "every": rounds}
+    return fb.solve(task.problem, task.clients, algorithm, **run), task
+
+
+def test_where_everyone_is_as_fast_it_is_the_method_with_a_barrier():
+    runs = [
+        quadratic_run(UniFBO(**STEPS, barrier=barrier), rounds=12, delay=Constant(), local_steps=2)[0]
+        for barrier in (True, False)
+    ]
+    for level in ("x", "y"):
+        a, b = (flatten(getattr(run, level)) for run in runs)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_slow_clients_count_as_much_as_fast_ones():
+    """Means of what arrives would solve the problem of the fast ones."""
+    conditions = {"delay": LogNormal(), "stragglers": Stragglers(clients=2, slowdown=8.0), "participation": 1}
+    steps = dict.fromkeys(STEPS, 0.1)
+    found, task = quadratic_run(UniFBO(**steps, barrier=False), rounds=400, **conditions)
+    torch.testing.assert_close(found.x["x"], task.x_star()["x"], rtol=0, atol=1e-2)
+
+
+def test_lost_tasks_and_replies_that_are_refused_are_survived():
+    conditions = {"delay": Constant(), "faults": Faults(drop=0.3, corrupt=0.3), "participation": 1}
+    found, task = quadratic_run(UniFBO(**STEPS, barrier=False), rounds=400, **conditions)
+    torch.testing.assert_close(found.x["x"], task.x_star()["x"], rtol=0, atol=2e-2)
+
+
+def test_without_a_barrier_it_resumes_with_tasks_in_flight(tmp_path: Path):
+    conditions = {"delay": LogNormal(), "participation": 2}
+    task = fb.tasks.load("quadratic", clients=5, seed=5)
+
+    def solved(rounds, **more):
+        environment = fb.Environment(**conditions)
+        return fb.solve(
+            task.problem, task.clients, UniFBO(barrier=False), rounds=rounds, environment=environment, **more
+        )
+
+    solved(7, out=tmp_path / "run")
+    resumed, straight = solved(15, out=tmp_path / "run", resume=True), solved(15)
+    assert torch.equal(resumed.x["x"], straight.x["x"])
+
+
+# Submodels
+
+
+def test_h_is_the_mean_over_those_who_hold_a_coordinate():
+    """The first step of x, whose rows are units: those that nobody holds stay."""
+    problem = fb.Problem(
+        lambda x, y, batch: (batch[0].mean() * x["w"]).sum() + 0 * y["b"].sum(),
+        lambda x, y, batch: (y["b"] ** 2).sum() + 0 * x["w"].sum(),
+        x={"w": torch.zeros(4, 3, dtype=torch.float64)},
+        y={"b": torch.zeros(2, dtype=torch.float64)},
+        axes={"w": ("units", None)},
+    )
+    data = [torch.full((1,), value, dtype=torch.float64) for value in (1.0, 3.0)]
+    clients = [fb.ClientData(train=(one,), val=(one,)) for one in data]
+    fed = fb.SimulatedFederation(problem, clients, UniFBO(policy="static"), fb.Environment(capacity=[0.75, 0.5]))
+    run = fb.solve(problem, clients, rounds=1, federation=fed)
+    h = torch.tensor([2.0, 2.0, 1.0, 0.0], dtype=torch.float64).unsqueeze(1).expand(4, 3)
+    U, _, Vh = torch.linalg.svd(wide(h), full_matrices=False)
+    step = 0.5 * 0.02 * 2 * torch.outer(U[:, 0], Vh[0])  # sqrt(columns) = 2; h has rank one
+    torch.testing.assert_close(-run.x["w"], (step.T if step.shape != (4, 3) else step), rtol=0, atol=1e-5)
+    assert torch.equal(run.x["w"][3], torch.zeros(3, dtype=torch.float64))
+
+
+def test_whole_models_are_asked_for_as_before():
+    task = fb.tasks.load("hyper-representation", clients=4, hidden=8, samples=200)
+    found = []
+    for policy in ("static", "rolling"):
+        environment = fb.Environment(batch_size=8)
+        found.append(fb.solve(task.problem, task.clients, UniFBO(policy=policy), rounds=3, environment=environment))
+    assert torch.equal(flatten(found[0].x), flatten(found[1].x))
+
+
+def test_submodels_without_a_barrier_are_refused():
+    task = fb.tasks.load("hyper-representation", clients=4, hidden=8, samples=200)
+    with pytest.raises(ValueError, match=r"capacity is 0\.5, but unifbo trains whole models"):
+        fb.solve(task.problem, task.clients, UniFBO(barrier=False), rounds=1, environment=fb.Environment(capacity=0.5))
+    with pytest.raises(ValueError, match="policy is 'all'"):
+        UniFBO(policy="all")

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms import register
+from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.simfbo import DescendMean, Local
+from fedbilevel.algorithms.submodel import Policy, check_policy, cut
 from fedbilevel.federation.base import Federation
 from fedbilevel.oracle import Directions, Oracle
+from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, norm, project, zeros_like
@@ -22,13 +25,16 @@ TINY = torch.finfo(torch.float64).tiny  # where all directions were 0 the step i
 
 
 class State(NamedTuple):
-    """x, y, z, the momenta m of their directions, and the sums s of the directions' squares."""
+    """x, y, z, the momenta m of their directions, the sums s of the directions' squares; without a barrier also what
+    clients last said, and who waits for a task."""
 
     x: Tree
     y: Tree
     z: Tree
     m: tuple[Tree, ...]
     s: tuple[Tree, ...]
+    latest: Any = ({}, 0.0, {})
+    idle: Any = ()
 
 
 class Look(DescendMean):
@@ -39,6 +45,12 @@ class Look(DescendMean):
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         d = self.directions(c, oracle, batch)
         return c._replace(q=Directions(c.q.x + d.x, c.q.y + d.y, c.q.z + d.z))
+
+
+class LookAlone(Look):
+    """As `Look`, for a server that remembers who said what."""
+
+    summed = False
 
 
 @register("unifbo")
@@ -64,10 +76,13 @@ class UniFBO(Algorithm):
     h is unbiased, whatever the tau_i, and the solution is the fixed point. Where x is projected all of x has one step
     size, sqrt(numel / trace S), because the projection of any other step can leave the solution. The server decomposes
     one matrix a tensor and round, of the size of its smaller side. `damping` and `radius` are those of `SimFBO`.
+
+    Clients that cannot hold the model get the submodels of `policy`, and h is in every coordinate the mean over those
+    who hold it (RABO). With `barrier=False` everyone works on the last point it was sent, and h is the mean over all
+    clients of what they last said (AFBO), however old: every client counts once, whatever its speed.
     """
 
     independent_batches: ClassVar[bool] = False
-    phases: ClassVar = {"look": Look}
 
     lr_x: Step = 0.02
     lr_y: Step = 0.02
@@ -75,6 +90,20 @@ class UniFBO(Algorithm):
     momentum_weight: float = 0.5
     radius: float = 1000.0
     damping: float = 0.0
+    policy: Policy = "rolling"
+    barrier: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_policy(self.policy, ())
+
+    @property
+    def phases(self) -> dict[str, type[Phase]]:  # type: ignore[override]
+        return {"look": Look if self.barrier else LookAlone}
+
+    @property
+    def submodels(self) -> bool:  # type: ignore[override]
+        return self.barrier
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start
@@ -82,20 +111,35 @@ class UniFBO(Algorithm):
         return State(x, y, zeros_like(y), m, tuple(zero.map(square) for zero in m))
 
     def iterate(self, s: State, fed: Federation) -> State:
-        r, w = fed.ask("look", fed.sample(), x=s.x, y=s.y, z=s.z), self.momentum_weight
-        h = r.mean("hx"), r.mean("hy"), r.mean("hz")
+        s, h = self.ask(s, fed) if self.barrier else self.collect(s, fed)
+        w = self.momentum_weight
         mx, my, mz = m = tuple((1 - w) * old + w * new for old, new in zip(s.m, h, strict=True))
         sx, sy, sz = S = tuple(old + new.map(square) for old, new in zip(s.s, h, strict=True))
         dx = mx.map(whitened, sx) if fed.problem.project_x is None else scaled(mx, sx)
         z = s.z - self.lr_z * mz.map(whitened, sz)
         fed.record(projection_active=norm(z) > self.radius)
-        return State(
+        return s._replace(
             x=fed.problem.project(s.x - self.lr_x * dx),
             y=s.y - self.lr_y * my.map(whitened, sy),
             z=project(z, self.radius),
             m=m,
             s=S,
         )
+
+    def ask(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...]]:
+        C = fed.sample()
+        parts = cut(fed, C, s.x, s.y, self.policy)
+        r = fed.ask("look", C, submodels=parts, x=s.x, y=s.y, z=s.z)
+        mean = r.coverage_mean if any(parts) else r.mean
+        return s, (mean("hx"), mean("hy"), mean("hz"))
+
+    def collect(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...]]:
+        fed.post("look", s.idle or range(len(fed)), x=s.x, y=s.y, z=s.z)
+        r = fed.collect()
+        latest = Latest(*s.latest).renew(r, fed.ledger.iterations)
+        point = {"hx": s.x, "hy": s.y, "hz": s.z}
+        h = (latest.mean(name, at) if latest.heard else zeros_like(at) for name, at in point.items())
+        return s._replace(latest=tuple(latest), idle=r.idle), tuple(h)
 
 
 def wide(tensor: Tensor) -> Tensor:
