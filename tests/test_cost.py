@@ -109,7 +109,7 @@ def test_what_is_freed_is_kept_unless_the_user_has_a_say(variable: str | None, m
 
 def test_the_garbage_collector_leaves_alone_what_was_there_before_a_run() -> None:
     assert gc.get_freeze_count() == 0
-    task = quadratic(clients=2)
+    threshold, task = gc.get_threshold(), quadratic(clients=2)
     run = iter(Run(fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.SimFBO()), {"rounds": 3}))
     next(run)
     before = gc.get_freeze_count()
@@ -117,8 +117,9 @@ def test_the_garbage_collector_leaves_alone_what_was_there_before_a_run() -> Non
     with memory.at_rest():
         assert gc.get_freeze_count() >= before
     assert gc.get_freeze_count() >= before, "who did not begin it does not end it"
+    assert gc.get_threshold()[0] == memory.YOUNG
     run.close()
-    assert gc.get_freeze_count() == 0
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, threshold)
 
 
 # Federations

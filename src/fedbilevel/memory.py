@@ -6,24 +6,29 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+YOUNG = 10_000  # new objects after which the collector looks at them; Python's 700 are what one round makes
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 
 
 @contextmanager
 def at_rest() -> Iterator[None]:
-    """Within, the garbage collector leaves alone what was there before.
+    """Within, the garbage collector leaves alone what was there before, and looks at the rest less often.
 
-    PyTorch and the data are some 300,000 objects that stay. A round of 1,000 clients makes enough new ones to have all
-    of those looked at again and again, which takes half as long as everything else that the host does for it.
+    PyTorch and the data are some 300,000 objects that stay; tasks in flight may be more. A round makes enough new ones
+    to have all of those looked at over and over, which took as long as everything else that the host does. Only cycles
+    wait for the collector: what is let go without being in one is freed at once.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() or not gc.get_threshold()[0]:
         yield
         return
+    young, *older = before = gc.get_threshold()
     gc.collect(1)
     gc.freeze()
+    gc.set_threshold(max(young, YOUNG), *older)
     try:
         yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 

@@ -23,7 +23,7 @@ from fedbilevel.federation.base import Each, Replies, wrong
 from fedbilevel.federation.clients import Clients
 from fedbilevel.federation.losses import Losses
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel, chosen
-from fedbilevel.federation.stacks import Values, join, row
+from fedbilevel.federation.stacks import Packing, Values, join, packed, row
 from fedbilevel.federation.work import Assignment, Exchange, Part, Took, on_client
 from fedbilevel.problem import ClientData, Problem, client_weights
 from fedbilevel.rng import fold_in, root, subset
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 AHEAD = 1024  # posted tasks that are evaluated together, because one of them is due
 
-Ready = tuple[Values, *tuple[int, ...]]  # a reply, and what it took
+Ready = tuple[Tensor, Packing, Took]  # a reply, as bytes, and what it took
 
 
 class Ending(NamedTuple):
@@ -154,6 +154,7 @@ class SimulatedFederation(Runtime):
             "flying": [(places[id(w.exchange)], *w[1:5], dict(w.each), w.key) for w in self.flying.values()],
             "pending": list(self.pending),
             "endings": [tuple(ending) for ending in self.endings],
+            "ready": {i: (row(packing.stack(reply), 0), *took) for i, (reply, packing, took) in self.ready.items()},
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -170,13 +171,13 @@ class SimulatedFederation(Runtime):
             Assignment(exchanges[exchange], number, place, client, steps, here(each), key)
             for exchange, number, place, client, steps, each, key in snapshot["flying"]
         ]
-        flying = {w.client: w for w in work}
+        flying, ready = {w.client: w for w in work}, here(snapshot["ready"])
         super().restore(
             {
                 **snapshot,
                 "flying": flying,
                 "pending": {client: flying[client] for client in snapshot["pending"]},
-                "ready": here(snapshot["ready"]),
+                "ready": {i: (*packed(join([values])), Took(*took)) for i, (values, *took) in ready.items()},
                 "endings": [Ending(*ending) for ending in snapshot["endings"]],
             }
         )
@@ -324,8 +325,8 @@ class SimulatedFederation(Runtime):
         """What these posted tasks have computed, as a stack."""
         self._evaluate(work)
         ready = [self.ready.pop(w.client) for w in work]
-        self._count(work, [took for _, *took in ready])
-        return join([values for values, *_ in ready])
+        self._count(work, [took for *_, took in ready])
+        return ready[0][1].stack(torch.cat([reply for reply, *_ in ready]))
 
     def _evaluate(self, needed: list[Assignment]) -> None:
         """Compute the replies of these posted tasks, and of more of those under way while at it."""
@@ -334,8 +335,10 @@ class SimulatedFederation(Runtime):
             return
         missing |= dict(itertools.islice(self.pending.items(), AHEAD))
         for part in self._run(list(missing.values())):
-            for j, w in enumerate(part.work):
-                self.ready[w.client] = (row(part.values, j), *part.took[j])
+            rows, packing = packed(part.values)
+            for w, took, reply in zip(part.work, part.took, rows.split(1), strict=True):
+                # A copy: a view would keep the whole stack for as long as the reply of a straggler is waited for.
+                self.ready[w.client] = (reply.clone(), packing, took)
                 self.pending.pop(w.client, None)
 
     def _add(self, work: list[Assignment], values: Values, replies: Replies) -> None:

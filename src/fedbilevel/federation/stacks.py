@@ -55,6 +55,25 @@ def _rows(values: Tensor) -> Tensor:
     return (values if values.is_floating_point() else values.double()).reshape(len(values), -1)
 
 
+class Packing(NamedTuple):
+    """How the values of one client lie in a row of bytes: one tensor a client is little to keep."""
+
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...]
+    form: pytree.TreeSpec
+
+    def stack(self, rows: Tensor) -> Values:
+        sizes = [dtype.itemsize * shape.numel() for dtype, shape in self.kinds]
+        parts = zip(rows.split(sizes, 1), self.kinds, strict=True)
+        values = [part.contiguous().view(dtype).view(-1, *shape) for part, (dtype, shape) in parts]
+        return pytree.tree_unflatten(values, self.form)  # type: ignore[no-any-return]
+
+
+def packed(stack: Values) -> tuple[Tensor, Packing]:
+    tensors, form = pytree.tree_flatten(stack)
+    rows = [t.reshape(len(t), -1).contiguous().view(torch.uint8) for t in tensors]
+    return torch.cat(rows, 1), Packing(tuple((t.dtype, t.shape[1:]) for t in tensors), form)
+
+
 def row(stack: Values, j: int) -> Values:
     """The reply of one client; a copy, because a view would keep the whole stack for as long as someone holds it."""
 
