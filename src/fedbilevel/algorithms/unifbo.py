@@ -79,7 +79,8 @@ class UniFBO(Algorithm):
 
     Clients that cannot hold the model get the submodels of `policy`, and h is in every coordinate the mean over those
     who hold it (RABO). With `barrier=False` everyone works on the last point it was sent, and h is the mean over all
-    clients of what they last said (AFBO), however old: every client counts once, whatever its speed.
+    clients of what they last said (AFBO), however old: every client counts once, whatever its speed. Steps are then
+    divided by sqrt(1 + the mean age of what they said, in iterations).
     """
 
     independent_batches: ClassVar[bool] = False
@@ -111,35 +112,37 @@ class UniFBO(Algorithm):
         return State(x, y, zeros_like(y), m, tuple(zero.map(square) for zero in m))
 
     def iterate(self, s: State, fed: Federation) -> State:
-        s, h = self.ask(s, fed) if self.barrier else self.collect(s, fed)
+        s, h, pace = self.ask(s, fed) if self.barrier else self.collect(s, fed)
         w = self.momentum_weight
         mx, my, mz = m = tuple((1 - w) * old + w * new for old, new in zip(s.m, h, strict=True))
         sx, sy, sz = S = tuple(old + new.map(square) for old, new in zip(s.s, h, strict=True))
         dx = mx.map(whitened, sx) if fed.problem.project_x is None else scaled(mx, sx)
-        z = s.z - self.lr_z * mz.map(whitened, sz)
+        z = s.z - pace * self.lr_z * mz.map(whitened, sz)
         fed.record(projection_active=norm(z) > self.radius)
         return s._replace(
-            x=fed.problem.project(s.x - self.lr_x * dx),
-            y=s.y - self.lr_y * my.map(whitened, sy),
+            x=fed.problem.project(s.x - pace * self.lr_x * dx),
+            y=s.y - pace * self.lr_y * my.map(whitened, sy),
             z=project(z, self.radius),
             m=m,
             s=S,
         )
 
-    def ask(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...]]:
+    def ask(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...], float]:
         C = fed.sample()
         parts = cut(fed, C, s.x, s.y, self.policy)
         r = fed.ask("look", C, submodels=parts, x=s.x, y=s.y, z=s.z)
         mean = r.coverage_mean if any(parts) else r.mean
-        return s, (mean("hx"), mean("hy"), mean("hz"))
+        return s, (mean("hx"), mean("hy"), mean("hz")), 1.0
 
-    def collect(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...]]:
+    def collect(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...], float]:
         fed.post("look", s.idle or range(len(fed)), x=s.x, y=s.y, z=s.z)
-        r = fed.collect()
-        latest = Latest(*s.latest).renew(r, fed.ledger.iterations)
-        point = {"hx": s.x, "hy": s.y, "hz": s.z}
-        h = (latest.mean(name, at) if latest.heard else zeros_like(at) for name, at in point.items())
-        return s._replace(latest=tuple(latest), idle=r.idle), tuple(h)
+        r, now = fed.collect(), fed.ledger.iterations
+        latest = Latest(*s.latest).renew(r, now)
+        s = s._replace(latest=tuple(latest), idle=r.idle)
+        if not latest.heard:
+            return s, (zeros_like(s.x), zeros_like(s.y), zeros_like(s.z)), 0.0
+        h = latest.mean("hx", s.x), latest.mean("hy", s.y), latest.mean("hz", s.z)
+        return s, h, (1 + latest.age(now)) ** -0.5
 
 
 def wide(tensor: Tensor) -> Tensor:
