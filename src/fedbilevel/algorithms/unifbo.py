@@ -91,7 +91,7 @@ class UniFBO(Algorithm):
     momentum_weight: float = 0.5
     radius: float = 1000.0
     damping: float = 0.0
-    policy: Policy = "rolling"
+    policy: Policy = "importance"
     barrier: bool = True
 
     def __post_init__(self) -> None:
