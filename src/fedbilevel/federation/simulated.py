@@ -326,7 +326,10 @@ class SimulatedFederation(Runtime):
         self._evaluate(work)
         ready = [self.ready.pop(w.client) for w in work]
         self._count(work, [took for *_, took in ready])
-        return ready[0][1].stack(torch.cat([reply for reply, *_ in ready]))
+        packing = ready[0][1]
+        if any(other != packing for _, other, _ in ready):  # of another dtype, because a number was sent as another
+            return join([row(other.stack(reply), 0) for reply, other, _ in ready])
+        return packing.stack(torch.cat([reply for reply, *_ in ready]))
 
     def _evaluate(self, needed: list[Assignment]) -> None:
         """Compute the replies of these posted tasks, and of more of those under way while at it."""
