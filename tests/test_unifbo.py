@@ -205,5 +205,8 @@ def test_submodels_without_a_barrier_are_refused():
     task = fb.tasks.load("hyper-representation", clients=4, hidden=8, samples=200)
     with pytest.raises(ValueError, match=r"capacity is 0\.5, but unifbo trains whole models"):
         fb.solve(task.problem, task.clients, UniFBO(barrier=False), rounds=1, environment=fb.Environment(capacity=0.5))
-    with pytest.raises(ValueError, match="policy is 'all'"):
-        UniFBO(policy="all")
+    for policy in ("all", "segments"):
+        with pytest.raises(
+            ValueError, match=f"policy is '{policy}'; it must be one of 'static', 'rolling', 'importance'"
+        ):
+            UniFBO(policy=policy)
