@@ -174,7 +174,10 @@ def test_tasks_under_way_run_as_one_stack(monkeypatch: Any) -> None:
     monkeypatch.setattr(fed.engine, "run", spy)
     for own in (7.0, 8.0):
         post(fed, [0, 1] if own == 7.0 else [2, 3, 4], own)
-    assert [float(reply.values["own"]) for reply in fed.collect(5)] == [7, 7, 8, 8, 8]
+    assert [float(reply.values["own"]) for reply in fed.collect(2)] == [7, 7]
+    waiting = [reply for reply, *_ in fed.ready.values()]
+    assert [t.untyped_storage().nbytes() for t in waiting] == [24] * 3, "none of them keeps the stack"
+    assert [float(reply.values["own"]) for reply in fed.collect(3)] == [8, 8, 8]
     assert stacks == [[7, 7, 8, 8, 8]]
 
 

@@ -115,6 +115,7 @@ def test_each_and_shared_reach_their_clients_in_the_order_asked() -> None:
     assert found == {0: 0.0, 1: 10.0, 2: 20.0}
     assert {reply.client: reply.steps for reply in replies} == {0: 1, 1: 3, 2: 2}
     assert all(reply.staleness == 0 for reply in replies)
+    assert replies.idle == [2, 0, 1]
 
 
 @pytest.mark.parametrize("mode", ["stack", "loop"])

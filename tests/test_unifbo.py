@@ -107,6 +107,20 @@ def test_a_tensor_without_gradient_stays():
     assert not torch.equal(result.x["x"], torch.ones(2))
 
 
+def test_h_weighs_clients_by_the_number_of_all_over_that_of_those_asked():
+    problem = fb.Problem(
+        lambda x, y, batch: batch[0].mean() * x["x"].sum() + 0 * y["y"].sum(),
+        lambda x, y, batch: (y["y"] ** 2).sum() + 0 * x["x"].sum(),
+        x={"x": torch.zeros(3, dtype=torch.float64)},
+        y={"y": torch.zeros(1, dtype=torch.float64)},
+    )
+    clients = [fb.ClientData(train=(one,), val=(one,)) for one in torch.tensor([[1.0], [7.0]], dtype=torch.float64)]
+    fed = fb.SimulatedFederation(problem, clients, UniFBO(), fb.Environment(participation=1), weights=[0.75, 0.25])
+    run = Run(fed, {"rounds": 9})
+    run.advance()
+    assert float(run.state.s[0]["x"]) in (3 * 1.5**2, 3 * 3.5**2)  # (2 p_i h_i)^2, of either
+
+
 # Without a barrier
 
 
