@@ -278,7 +278,9 @@ def test_replies_taken_on_trust_count_as_if_they_had_been_looked_at(name: str) -
     ],
     ids=["lost", "spoilt", "remembers"],
 )
-def test_what_must_be_looked_at_is_not_taken_on_trust(name: str, conditions: dict[str, Any]) -> None:
+def test_trust_changes_nothing_where_replies_are_lost_or_must_be_looked_at(
+    name: str, conditions: dict[str, Any]
+) -> None:
     task, runs = hyper_representation(clients=5, hidden=8, samples=200), []
     for trusting in (False, True):
         environment = fb.Environment(batch_size=4, participation=4, **conditions)
