@@ -18,11 +18,13 @@ import tomli_w
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
 
 import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.delays import Constant, Faults, LogNormal, Pareto, Stragglers, Trace
 from fedbilevel.federation import QuorumError, simulated
+from fedbilevel.federation.stacks import packed
 from fedbilevel.rng import fold_in, root
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs import config as configs
@@ -172,15 +174,35 @@ def test_tasks_under_way_run_as_one_stack(monkeypatch: Any) -> None:
     monkeypatch.setattr(fed.engine, "run", spy)
     for own in (7.0, 8.0):
         post(fed, [0, 1] if own == 7.0 else [2, 3, 4], own)
-    assert [float(reply.values["own"]) for reply in fed.collect(5)] == [7, 7, 8, 8, 8]
+    assert [float(reply.values["own"]) for reply in fed.collect(2)] == [7, 7]
+    waiting = [reply for reply, *_ in fed.ready.values()]
+    assert [t.untyped_storage().nbytes() for t in waiting] == [24] * 3, "none of them keeps the stack"
+    assert [float(reply.values["own"]) for reply in fed.collect(3)] == [8, 8, 8]
     assert stacks == [[7, 7, 8, 8, 8]]
 
 
 def test_messages_of_another_form_are_not_stacked() -> None:
     fed = federation()
     fed.post("probe", [0], scale=2.0, each=[{"own": 1.0}], more=torch.zeros(2))
-    post(fed, [1, 2], 3.0)
+    fed.post("probe", [1, 2], scale=3, each=[{"own": 1}] * 2)  # whole numbers are waited for with others
     assert [float(reply.values["own"]) for reply in fed.collect(3)] == [2, 3, 3]
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_replies_that_wait_come_back_as_they_were(clients: int) -> None:
+    """Whatever their dtypes, strides and sizes."""
+    numbers = torch.arange(60.0).view(6, 10)
+    stack = {
+        "flag": torch.tensor([True, False, True])[:clients],
+        "tree": fb.Tree(a=numbers.T[:clients, 1:4], b=numbers.long()[:clients, :0], c=numbers.double()[:clients, 5]),
+        "strided": numbers[::2, 3:4][:clients].T.T,
+    }
+    rows, packing = packed(stack)
+    assert rows.shape == (clients, 1 + 3 * 4 + 8 + 4)
+    torch.testing.assert_close(packing.stack(rows), stack, rtol=0, atol=0)
+    for j in range(clients):
+        one = tree_map(lambda t, j=j: t[j : j + 1], stack)
+        torch.testing.assert_close(packing.stack(rows[j : j + 1]), one, rtol=0, atol=0)
 
 
 # Asking on the clock

@@ -120,6 +120,12 @@ def test_the_garbage_collector_leaves_alone_what_was_there_before_a_run() -> Non
     assert gc.get_threshold()[0] == memory.YOUNG
     run.close()
     assert (gc.get_freeze_count(), gc.get_threshold()) == (0, threshold)
+    try:
+        gc.set_threshold(0)
+        with memory.at_rest():
+            assert gc.get_threshold()[0] == 0, "who has turned it off has it off"
+    finally:
+        gc.set_threshold(*threshold)
 
 
 # Federations

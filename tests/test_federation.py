@@ -15,8 +15,10 @@ from torch import Tensor
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.delays import Faults
-from fedbilevel.federation import ClientError, Ledger, QuorumError
+from fedbilevel.federation import ClientError, Ledger, QuorumError, batches
+from fedbilevel.federation.batches import Extent
 from fedbilevel.oracle import Oracle
+from fedbilevel.rng import fold_in, rows
 
 
 class Probe(Phase):
@@ -113,6 +115,7 @@ def test_each_and_shared_reach_their_clients_in_the_order_asked() -> None:
     assert found == {0: 0.0, 1: 10.0, 2: 20.0}
     assert {reply.client: reply.steps for reply in replies} == {0: 1, 1: 3, 2: 2}
     assert all(reply.staleness == 0 for reply in replies)
+    assert replies.idle == [2, 0, 1]
 
 
 @pytest.mark.parametrize("mode", ["stack", "loop"])
@@ -124,6 +127,32 @@ def test_evaluations_done_are_the_sum_of_the_steps(mode: str, steps: list[int]) 
     assert [int(r.values["evaluations"]) for r in replies] == steps
     assert fed.ledger.totals()["gradients"] == sum(steps)
     assert fed.ledger.totals()["samples"] == 3 * sum(steps)
+
+
+@pytest.mark.parametrize(("epochs", "paired"), [(False, False), (False, True), (True, False)])
+def test_draws_depend_on_client_side_step_and_draw_alone(epochs: bool, paired: bool, monkeypatch: Any) -> None:
+    """However many are found ahead."""
+    keys, extents = torch.tensor([3, 5]), {"train": Extent(2, 6, torch.tensor([5, 6])), "val": Extent(3, 4, ())}
+
+    def key(stream: int, turn: int, draw: int) -> Tensor:
+        return fold_in(fold_in(fold_in(keys, stream), turn), draw)
+
+    def drawn(stream: int, turn: int, draw: int, batch: int, most: int, sizes: Any) -> Tensor:
+        epoch, place = divmod(turn, -(-most // batch)) if epochs else (turn, 0)
+        sizes = None if isinstance(sizes, tuple) else sizes
+        found = rows(key(0 if paired else stream, epoch, draw), most, most if epochs else batch, sizes)
+        return found[:, place * batch : (place + 1) * batch]
+
+    for ahead in (1, 5, 30, 1 << 22):
+        monkeypatch.setattr(batches, "DRAWN", ahead)
+        found = batches.Batches(
+            keys, extents, lambda _, indices: (indices,), steps=7, draws=2, epochs=epochs, paired=paired
+        )
+        for k in range(7):
+            for draw, batch in enumerate(found.at(k, 2)):
+                assert torch.equal(batch.rng, key(2, k, draw))
+                for stream, side in enumerate(("train", "val")):
+                    assert torch.equal(getattr(batch, side)[0], drawn(stream, k, draw, *extents[side]))
 
 
 def test_as_coded_see_everything_and_minibatches_are_subsets_without_repetition() -> None:
@@ -284,8 +313,11 @@ def test_lazy_clients_are_made_only_for_the_cohort_and_broken_ones_named() -> No
 )
 def test_replies_must_be_what_the_phase_declares(reply: dict[str, str], message: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(Probe, "reply", reply)
-    with pytest.raises(TypeError, match=message):
-        ask(federation(), [0])
+    fed = federation()
+    for fed.trusting in (False, True):  # also where they are only summed, without a look at them
+        for phase in ("probe", "summed"):
+            with pytest.raises(TypeError, match=message):
+                ask(fed, [0, 1], phase)
 
 
 @pytest.mark.parametrize("mode", ["stack", "loop"])

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 import fedbilevel as fb
 from fedbilevel import algorithms
+from fedbilevel.delays import Faults
 from fedbilevel.federation import steps
 from fedbilevel.federation.base import Replies, Reply
 from fedbilevel.federation.graphs import Graphs
@@ -33,10 +34,11 @@ METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(nam
 
 def run(name: str, device: str = "cpu", iterations: int = 6, like_a_gpu: bool = False) -> Run:
     task = quadratic(clients=5, samples=6, noise=0.5, seed=1)
+    clients = [
+        fb.ClientData(c.train, tuple(t[:5] for t in c.val)) for c in task.clients
+    ]  # sides are drawn by their size
     environment = fb.Environment(local_steps=(1, 4), batch_size=3, participation=4)
-    fed = fb.SimulatedFederation(
-        task.problem.to(device), task.clients, algorithms.get(name)(), environment, device=device
-    )
+    fed = fb.SimulatedFederation(task.problem.to(device), clients, algorithms.get(name)(), environment, device=device)
     if like_a_gpu:
         fed.engine.on_gpu, fed.engine.steps.graphs = True, fed.engine.graphs
     found = Run(fed, {"rounds": 10**6})
@@ -265,6 +267,29 @@ def test_replies_taken_on_trust_count_as_if_they_had_been_looked_at(name: str) -
     check_agree(one, other)
     assert one.fed.ledger.refused_replies == other.fed.ledger.refused_replies > 5
     assert [m["upper_loss"] for m in one.history] == pytest.approx([m["upper_loss"] for m in other.history])
+
+
+@pytest.mark.parametrize(
+    ("name", "conditions"),
+    [
+        ("simfbo", {"faults": Faults(drop=0.3)}),
+        ("simfbo", {"faults": Faults(corrupt=0.3)}),
+        ("fedbioacc", {}),
+    ],
+    ids=["lost", "spoilt", "remembers"],
+)
+def test_trust_changes_nothing_where_replies_are_lost_or_must_be_looked_at(
+    name: str, conditions: dict[str, Any]
+) -> None:
+    task, runs = hyper_representation(clients=5, hidden=8, samples=200), []
+    for trusting in (False, True):
+        environment = fb.Environment(batch_size=4, participation=4, **conditions)
+        fed = fb.SimulatedFederation(task.problem, task.clients, algorithms.get(name)(), environment)
+        fed.trusting = trusting
+        runs.append(Run(fed, {"rounds": 4}))
+        assert list(runs[-1])
+    check_agree(*runs)
+    assert runs[0].fed.ledger.refused_replies == runs[1].fed.ledger.refused_replies
 
 
 def test_a_quorum_missed_on_trust_ends_the_run_one_round_later_and_is_not_forgotten() -> None:

@@ -9,6 +9,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms import UniFBO
 from fedbilevel.algorithms.unifbo import wide
 from fedbilevel.delays import Constant, Faults, LogNormal, Stragglers
+from fedbilevel.solve import Run
 from fedbilevel.tree import flatten
 
 STEPS = {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5}
@@ -106,6 +107,20 @@ def test_a_tensor_without_gradient_stays():
     assert not torch.equal(result.x["x"], torch.ones(2))
 
 
+def test_h_weighs_clients_by_the_number_of_all_over_that_of_those_asked():
+    problem = fb.Problem(
+        lambda x, y, batch: batch[0].mean() * x["x"].sum() + 0 * y["y"].sum(),
+        lambda x, y, batch: (y["y"] ** 2).sum() + 0 * x["x"].sum(),
+        x={"x": torch.zeros(3, dtype=torch.float64)},
+        y={"y": torch.zeros(1, dtype=torch.float64)},
+    )
+    clients = [fb.ClientData(train=(one,), val=(one,)) for one in torch.tensor([[1.0], [7.0]], dtype=torch.float64)]
+    fed = fb.SimulatedFederation(problem, clients, UniFBO(), fb.Environment(participation=1), weights=[0.75, 0.25])
+    run = Run(fed, {"rounds": 9})
+    run.advance()
+    assert float(run.state.s[0]["x"]) in (3 * 1.5**2, 3 * 3.5**2)  # (2 p_i h_i)^2, of either
+
+
 # Without a barrier
 
 
@@ -139,6 +154,18 @@ def test_lost_tasks_and_replies_that_are_refused_are_survived():
     torch.testing.assert_close(found.x["x"], task.x_star()["x"], rtol=0, atol=2e-2)
 
 
+def test_whoever_has_ended_is_asked_again_also_before_anyone_was_heard():
+    task = fb.tasks.load("quadratic", clients=3, seed=5)
+    environment = fb.Environment(delay=Constant(), faults=Faults(drop=0.8), participation=1)
+    run = Run(fb.SimulatedFederation(task.problem, task.clients, UniFBO(barrier=False), environment), {"rounds": 99})
+    heard = []
+    for _ in range(12):
+        run.advance()
+        heard.append(run.state.latest[1])
+        assert sorted([*run.state.idle, *run.fed.flying]) == [0, 1, 2]
+    assert heard[0] == 0 < heard[-1]
+
+
 def test_without_a_barrier_it_resumes_with_tasks_in_flight(tmp_path: Path):
     conditions = {"delay": LogNormal(), "participation": 2}
     task = fb.tasks.load("quadratic", clients=5, seed=5)
@@ -157,7 +184,8 @@ def test_without_a_barrier_it_resumes_with_tasks_in_flight(tmp_path: Path):
 # Submodels
 
 
-def test_h_is_the_mean_over_those_who_hold_a_coordinate():
+@pytest.mark.parametrize("trusting", [False, True])
+def test_h_is_the_mean_over_those_who_hold_a_coordinate(trusting):
     """The first step of x, whose rows are units: those that nobody holds stay."""
     problem = fb.Problem(
         lambda x, y, batch: (batch[0].mean() * x["w"]).sum() + 0 * y["b"].sum(),
@@ -169,6 +197,7 @@ def test_h_is_the_mean_over_those_who_hold_a_coordinate():
     data = [torch.full((1,), value, dtype=torch.float64) for value in (1.0, 3.0)]
     clients = [fb.ClientData(train=(one,), val=(one,)) for one in data]
     fed = fb.SimulatedFederation(problem, clients, UniFBO(policy="static"), fb.Environment(capacity=[0.75, 0.5]))
+    fed.trusting = trusting
     run = fb.solve(problem, clients, rounds=1, federation=fed)
     h = torch.tensor([2.0, 2.0, 1.0, 0.0], dtype=torch.float64).unsqueeze(1).expand(4, 3)
     U, _, Vh = torch.linalg.svd(wide(h), full_matrices=False)
@@ -190,5 +219,8 @@ def test_submodels_without_a_barrier_are_refused():
     task = fb.tasks.load("hyper-representation", clients=4, hidden=8, samples=200)
     with pytest.raises(ValueError, match=r"capacity is 0\.5, but unifbo trains whole models"):
         fb.solve(task.problem, task.clients, UniFBO(barrier=False), rounds=1, environment=fb.Environment(capacity=0.5))
-    with pytest.raises(ValueError, match="policy is 'all'"):
-        UniFBO(policy="all")
+    for policy in ("all", "segments"):
+        with pytest.raises(
+            ValueError, match=f"policy is '{policy}'; it must be one of 'static', 'rolling', 'importance'"
+        ):
+            UniFBO(policy=policy)

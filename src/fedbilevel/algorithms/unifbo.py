@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.simfbo import DescendMean, Local
-from fedbilevel.algorithms.submodel import Policy, check_policy, cut
+from fedbilevel.algorithms.submodel import cut
 from fedbilevel.federation.base import Federation
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.phase import Phase
@@ -21,6 +22,7 @@ from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, norm, project, zeros_like
 
 FLOOR = 1e-6  # of the mean eigenvalue, added to all: what is far below it is rounding
+Policy = Literal["static", "rolling", "importance"]
 TINY = torch.finfo(torch.float64).tiny  # where all directions were 0 the step is 0
 
 
@@ -96,7 +98,7 @@ class UniFBO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_policy(self.policy, ())
+        checks.one_of("policy", self.policy, get_args(Policy))
 
     @property
     def phases(self) -> dict[str, type[Phase]]:  # type: ignore[override]

@@ -208,7 +208,7 @@ class SimulatedFederation(Runtime):
         """
 
         def take(part: Part) -> tuple[list[int], list[Took], int]:
-            if part.sums:
+            if part.sums:  # without lost ones: those are computed for what they leave in a memory alone
                 replies.trust(self._replies(part.work), part.sums)
             else:
                 kept = [j for j, w in enumerate(part.work) if w.number not in lost]
@@ -217,7 +217,7 @@ class SimulatedFederation(Runtime):
 
         if replies.role.summed:
             own, spoilt = _own(work), bool(self.environment.faults and self.environment.faults.corrupt)
-            weigh = self._weigh if self.trusting and not lost and not spoilt else None
+            weigh = self._weigh if self.trusting and not spoilt else None
             notes = list(itertools.chain(*ranks.agree(lambda: [take(part) for part in self.engine.run(own, weigh)])))
             replies.merge()
         else:
@@ -326,7 +326,10 @@ class SimulatedFederation(Runtime):
         self._evaluate(work)
         ready = [self.ready.pop(w.client) for w in work]
         self._count(work, [took for *_, took in ready])
-        return ready[0][1].stack(torch.cat([reply for reply, *_ in ready]))
+        packing = ready[0][1]
+        if any(other != packing for _, other, _ in ready):  # of another dtype, because a number was sent as another
+            return join([row(other.stack(reply), 0) for reply, other, _ in ready])
+        return packing.stack(torch.cat([reply for reply, *_ in ready]))
 
     def _evaluate(self, needed: list[Assignment]) -> None:
         """Compute the replies of these posted tasks, and of more of those under way while at it."""

@@ -64,14 +64,19 @@ class Packing(NamedTuple):
     def stack(self, rows: Tensor) -> Values:
         sizes = [dtype.itemsize * shape.numel() for dtype, shape in self.kinds]
         parts = zip(rows.split(sizes, 1), self.kinds, strict=True)
-        values = [part.contiguous().view(dtype).view(-1, *shape) for part, (dtype, shape) in parts]
+        values = [_own(part).view(-1).view(dtype).view(len(rows), *shape) for part, (dtype, shape) in parts]
         return pytree.tree_unflatten(values, self.form)  # type: ignore[no-any-return]
 
 
 def packed(stack: Values) -> tuple[Tensor, Packing]:
     tensors, form = pytree.tree_flatten(stack)
-    rows = [t.reshape(len(t), -1).contiguous().view(torch.uint8) for t in tensors]
+    rows = [_own(t.reshape(len(t), -1)).view(torch.uint8) for t in tensors]
     return torch.cat(rows, 1), Packing(tuple((t.dtype, t.shape[1:]) for t in tensors), form)
+
+
+def _own(t: Tensor) -> Tensor:
+    # `contiguous` leaves a single row where it is, at a place and with strides that another dtype need not allow.
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def row(stack: Values, j: int) -> Values:
