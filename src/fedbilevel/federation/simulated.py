@@ -326,8 +326,8 @@ class SimulatedFederation(Runtime):
         self._evaluate(work)
         ready = [self.ready.pop(w.client) for w in work]
         self._count(work, [took for *_, took in ready])
-        packing = ready[0][1]
-        if any(other != packing for _, other, _ in ready):  # of another dtype, because a number was sent as another
+        packing, *others = {id(packing): packing for _, packing, _ in ready}.values()
+        if any(other != packing for other in others):  # of another dtype, because a number was sent as another
             return join([row(other.stack(reply), 0) for reply, other, _ in ready])
         return packing.stack(torch.cat([reply for reply, *_ in ready]))
 
