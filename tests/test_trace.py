@@ -66,6 +66,34 @@ def test_what_depends_on_shapes_alone_is_computed_once_and_not_handed_out() -> N
     assert names.count("aten.mul.Tensor") == 2  # by the slope, and by 2 once
 
 
+def test_nothing_is_added_to_zeros() -> None:
+    def fn(a: Tensor) -> list[Tensor]:
+        return [torch.zeros(3, 4, dtype=a.dtype) + a * a, a.exp() + torch.zeros_like(a), torch.zeros(2, 3, 4).to(a) + a]
+
+    args = (draw(3, 4),)
+    fast = trace(fn, args)
+    torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=0)
+    sums = [name for name in operations(fast) if name.startswith("aten.add")]
+    assert len(sums) == 1, "one that is larger than what is added stays"
+
+
+def test_sums_begin_without_zeros_to_add_to_and_other_zeros_stay(monkeypatch: Any) -> None:
+    """z is 0 at first, and so a trace that has it so must not serve later."""
+    monkeypatch.setattr(steps, "TRACE_FROM", 0)
+    task = fb.tasks.load("quadratic", clients=3, samples=4, noise=0.5)
+    runs = []
+    for mode in ("stack", "loop"):
+        environment = fb.Environment(local_steps=2, batch_size=2)
+        method = fb.algorithms.SimFBO()
+        runs.append(Run(fb.SimulatedFederation(task.problem, task.clients, method, environment, mode=mode), {}))
+        for _ in range(3):
+            runs[-1].advance()
+    for a, b in zip(*(run.state for run in runs), strict=True):
+        torch.testing.assert_close(dict(a), dict(b), rtol=0, atol=1e-12)
+    blank = {kind.partition("[")[2] for kind in runs[0].fed.engine.steps.traces}
+    assert {"0, 1, 2, 3, 4, 5]", "3, 4, 5]", ""} <= blank, "first steps from 0 and from elsewhere, and later steps"
+
+
 def test_what_draws_are_made_of_is_a_constant(monkeypatch: Any) -> None:
     """PyTorch's compiler would count it in 32 bits on a GPU and let it overflow on a CPU, where anything may follow."""
 

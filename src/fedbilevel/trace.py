@@ -86,6 +86,8 @@ def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
         idle = True
     if same and node.target is aten.add.Tensor and _is_zero(node.args[1]):
         idle = True
+    if node.target is aten.add.Tensor and _is_zero(source) and _form(node.args[1]) == _form(node):
+        source, idle = node.args[1], True
     if node.target is aten.transpose.int and source.target is aten.transpose.int and source.args[1:] == node.args[1:]:
         source, idle = source.args[0], True
     if idle:
@@ -93,7 +95,7 @@ def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_zero(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.zeros_like.default
+    return isinstance(node, fx.Node) and node.target in (aten.zeros_like.default, aten.zeros.default)
 
 
 def _fold_scalars(graph: fx.Graph, node: fx.Node) -> None:

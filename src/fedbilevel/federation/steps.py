@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
@@ -168,11 +169,24 @@ class Steps:
             return plainly()
         if self.used(name) <= TRACE_FROM and not self.graphs:
             return plainly()
-        what = f"phase {exchange.phase!r}"
-        if (found := self._traced(name, what, lambda: (self.trace(flat, values), after, oracle.gradients))) is None:
+        blank = [] if self.graphs or place == "step" else [j for j, value in enumerate(carry) if _is_blank(value)]
+        given = [value for j, value in enumerate(values) if j not in blank]
+
+        def filled(*given: Tensor) -> list[Tensor]:
+            rest = iter(given)
+            zeros = (torch.zeros(v.shape, dtype=v.dtype) if j in blank else next(rest) for j, v in enumerate(values))
+            return flat(*zeros)
+
+        what, kind = f"phase {exchange.phase!r}", f"{name}{blank or ''}"
+        if (found := self._traced(kind, what, lambda: (self.trace(filled, given), after, oracle.gradients))) is None:
             return plainly()
         run, after, gradients = found
-        return list(run(*values)), after, took._replace(gradients=gradients)
+        return list(run(*given)), after, took._replace(gradients=gradients)
+
+
+def _is_blank(value: Tensor) -> bool:
+    """Whether everyone starts with the same zeros, as of a sum: a trace then need not add to them."""
+    return value.stride(0) == 0 and not bool(value[0].any())
 
 
 def stacked(fn: Callable[..., Any]) -> Callable[..., Any]:
