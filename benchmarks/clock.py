@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
-from benchmarks.measure import Row
+from benchmarks.measure import Row, peak_megabytes
 from fedbilevel.algorithms.simfbo import SimFBO, State
 from fedbilevel.delays import LogNormal, Stragglers
 from fedbilevel.federation import Federation
@@ -64,7 +63,7 @@ def arrivals(clients: int, marks: Sequence[int]) -> list[tuple[float, float]]:
         run.limits = {"rounds": mark // BATCH}
         for _ in run:
             pass
-        found.append((time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+        found.append((time.process_time() - started, peak_megabytes()))
     return found
 
 

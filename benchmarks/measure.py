@@ -35,6 +35,12 @@ def seconds(functions: Mapping[str, Callable[[], object]], repeats: int, warm_up
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def peak_megabytes() -> float:
+    """The most memory that this process has held; `getrusage` would count what its parent held when it was made."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
 def describe(times: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in times.items())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 import fedbilevel as fb
 from benchmarks.fused import problem
-from benchmarks.measure import Row, describe, seconds
+from benchmarks.measure import Row, describe, peak_megabytes, seconds
 from fedbilevel.algorithms.simfbo import Descend, SimFBO
 from fedbilevel.phase import Message
 from fedbilevel.rng import fold_in, normal, root
@@ -100,7 +99,7 @@ def peak_memory(clients: int) -> float:
     one = iteration(small(clients))
     for _ in range(20):
         one()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_megabytes()
 
 
 def large(cohort: int = 10, tau: int = 5, hidden: int = 200, batch: int = 64) -> Callable[[], None]:
