@@ -1,6 +1,7 @@
 """UniFBO beyond the conformance suite: its steps, and where it ends, against closed forms."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms import UniFBO
 from fedbilevel.algorithms.unifbo import wide
 from fedbilevel.delays import Constant, Faults, LogNormal, Stragglers
+from fedbilevel.federation import Reply
 from fedbilevel.solve import Run
 from fedbilevel.tree import flatten
 
@@ -140,6 +142,37 @@ def test_where_everyone_is_as_fast_it_is_the_method_with_a_barrier():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+def test_an_iteration_without_a_barrier_is_the_one_by_hand():
+    """One client said 1 six iterations ago, another says 3 now: h is 2 and the mean age 3, so steps are halved.
+
+    The first step of a number is -w lr sign(h), here -.4 lr / 2.
+    """
+    x, y = ({name: torch.zeros(1, dtype=torch.float64)} for name in "xy")
+    problem = fb.Problem(lambda x, y, batch: x["x"] @ y["y"], lambda x, y, batch: (y["y"] ** 2).sum(), x, y)
+    whole = {"hx": fb.Tree(x), "hy": fb.Tree(y), "hz": fb.Tree(y)}
+    posted = []
+
+    class Said(list):
+        idle = (1,)
+
+    fed = SimpleNamespace(
+        problem=problem,
+        ledger=SimpleNamespace(iterations=8),
+        post=lambda phase, clients, **point: posted.extend(clients),
+        collect=lambda: Said(
+            [Reply(0, 1, 1, 1.0, 0, {name: value.map(lambda t: t + 3) for name, value in whole.items()})]
+        ),
+        record=lambda **values: None,
+    )
+    method = UniFBO(lr_x=0.1, lr_y=0.2, lr_z=0.3, momentum_weight=0.4, barrier=False)
+    before = {name: value.map(lambda t: t + 1) for name, value in whole.items()}
+    state = method.init(problem)._replace(latest=(before, 1.0, {0: (2, before)}), idle=(1,))
+    after = method.iterate(state, fed)
+    for value, lr in zip((after.x, after.y, after.z), (0.1, 0.2, 0.3), strict=True):
+        assert float(flatten(value)) == pytest.approx(-0.4 * lr / 2, rel=1e-5)
+    assert posted == [1]
+
+
 def test_slow_clients_count_as_much_as_fast_ones():
     """Means of what arrives would solve the problem of the fast ones."""
     conditions = {"delay": LogNormal(), "stragglers": Stragglers(clients=2, slowdown=8.0), "participation": 1}
@@ -204,6 +237,23 @@ def test_h_is_the_mean_over_those_who_hold_a_coordinate(trusting):
     step = 0.5 * 0.02 * 2 * torch.outer(U[:, 0], Vh[0])  # sqrt(columns) = 2; h has rank one
     torch.testing.assert_close(-run.x["w"], (step.T if step.shape != (4, 3) else step), rtol=0, atol=1e-5)
     assert torch.equal(run.x["w"][3], torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("policy", "moved"), [("static", [0, 1]), ("rolling", [0, 1, 2]), ("importance", [1, 3])])
+def test_clients_hold_the_units_of_the_policy(policy, moved):
+    """Two of four units in two iterations: the first ones, those from the iteration's number on, the largest ones."""
+    start = torch.tensor([[1.0], [5.0], [2.0], [4.0]], dtype=torch.float64)
+    problem = fb.Problem(
+        lambda x, y, batch: x["w"].sum() + 0 * y["b"].sum(),
+        lambda x, y, batch: (y["b"] ** 2).sum() + 0 * x["w"].sum(),
+        x={"w": start},
+        y={"b": torch.zeros(2, dtype=torch.float64)},
+        axes={"w": ("units", None)},
+    )
+    clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))]
+    fed = fb.SimulatedFederation(problem, clients, UniFBO(policy=policy), fb.Environment(capacity=0.5))
+    away = fb.solve(problem, clients, rounds=2, federation=fed).x["w"] - start
+    assert away.squeeze().nonzero().squeeze().tolist() == moved
 
 
 def test_whole_models_are_asked_for_as_before():

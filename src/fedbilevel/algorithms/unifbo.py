@@ -82,7 +82,7 @@ class UniFBO(Algorithm):
     Clients that cannot hold the model get the submodels of `policy`, and h is in every coordinate the mean over those
     who hold it (RABO). With `barrier=False` everyone works on the last point it was sent, and h is the mean over all
     clients of what they last said (AFBO), however old: every client counts once, whatever its speed. Steps are then
-    divided by sqrt(1 + the mean age of what they said, in iterations).
+    divided by sqrt(1 + the mean age of what they said, in iterations), and models are whole.
     """
 
     independent_batches: ClassVar[bool] = False
