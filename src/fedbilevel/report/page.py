@@ -52,7 +52,8 @@ CLIENTS = {key: LEDGER[key] for key in ("peak_bytes", "flops", "bytes_up", "byte
 
 def page(runs: Sequence[RunFolder]) -> str:
     """The page as HTML text."""
-    groups, (along, measured) = group(runs), drawable(runs)
+    groups = group(runs)
+    along, measured = drawable(runs)
     files = resources.files("fedbilevel.report")
     style = _palette() + files.joinpath("page.css").read_text("utf-8")
     scripts = [get_plotlyjs(), files.joinpath("page.js").read_text("utf-8")]
@@ -62,6 +63,7 @@ def page(runs: Sequence[RunFolder]) -> str:
     # `<` could end the element that the data travels in.
     data = json.dumps(_data(groups, along, measured), separators=(",", ":")).replace("<", "\\u003c")
     table = rows(groups)
+    targets = TARGETS if "test_accuracy" in measured else ()
     title = _title(groups)
     return f"""<!doctype html>
 <html lang="en">
@@ -92,7 +94,7 @@ A curve ends where its shortest seed ends.</p>
 </section>
 <section aria-labelledby="ranking">
 <h2 id="ranking">Ranking</h2>
-{"".join(_ranking(ranked(table, axis.key), axis, axis is along[0], "test_accuracy" in measured) for axis in along)}
+{"".join(_ranking(ranked(table, axis.key), axis, targets, axis is along[0]) for axis in along)}
 <p class="note">Ranked by the highest accuracy that every seed reached, then by the cost to it, then by the final
 values. Mean ± standard deviation over seeds; (3/5): over the 3 of 5 seeds that have the value.</p>
 {_unfinished(groups)}
@@ -199,35 +201,58 @@ def _charts(measured: Sequence[str]) -> str:
     )
 
 
-def _ranking(best_first: Sequence[Row], axis: Axis, shown: bool, accuracy: bool) -> str:
-    """The ranked table of one axis; page.js shows the one of the axis chosen."""
-    targets = TARGETS if accuracy else ()
+def _ranking(best_first: Sequence[Row], axis: Axis, targets: Sequence[float], shown: bool) -> str:
+    """The ranked table of one axis; page.js shows the one of the axis chosen.
+
+    Runs that measure no accuracy have no targets, and their table has no columns about accuracy.
+    """
     reached = [row.reached(axis.key) for row in best_first]
-    least = {t: min((costs[t].mean for costs in reached if t in costs), default=None) for t in targets}
+    least = {}
+    for target in targets:
+        costs = [cost[target].mean for cost in reached if target in cost]
+        least[target] = min(costs, default=None)
     body = ""
-    for place, (row, full) in enumerate(zip(best_first, reached, strict=True), start=1):
-        body += "<tr>" + _td(str(place)) + _th(row.label, "name", "row") + _td(str(row.seeds))
-        if accuracy:
-            body += _spread(row.accuracy, row.seeds, Spread.show)
-        body += _spread(row.loss, row.seeds, Spread.show)
-        for t in targets:
-            kind = "best" if t in full and full[t].mean == least[t] else ""
-            body += _spread(row.cost[axis.key][t], row.seeds, axis.show, kind)
-        alike = len(row.statuses) == 1
-        statuses = ", ".join(status if alike else f"{count} {status}" for status, count in row.statuses.items())
-        body += _td(statuses, "text") + "</tr>"
-    down = "rowspan=2" if accuracy else ""
+    for place, row in enumerate(best_first, start=1):
+        body += f"<tr>{_td(str(place))}{_ranked(row, axis, least)}</tr>"
+    table = _table(f"Ranking by {axis.title}", _ranking_head(axis, targets), body)
+    hidden = "" if shown else " hidden"
+    return f'<div data-axis="{axis.key}"{hidden}>{table}</div>'
+
+
+def _ranking_head(axis: Axis, targets: Sequence[float]) -> str:
+    """The headings, with a second line for the targets if there are any."""
+    down = "rowspan=2" if targets else ""
     head = _th("#", span=down) + _th("Algorithm", "name", span=down) + _th("Seeds", span=down)
-    if accuracy:
+    if targets:
         head += _th("Final accuracy", span=down)
     head += _th("Final upper loss", span=down)
-    if accuracy:
-        head += _th(f"{axis.title} to test accuracy", scope="colgroup", span=f"colspan={len(targets)}")
+    if targets:
+        title = f"{axis.title} to test accuracy"
+        head += _th(title, scope="colgroup", span=f"colspan={len(targets)}")
     head += _th("Status", "text", span=down)
-    if accuracy:
-        head += "</tr><tr>" + "".join(_th(str(t)) for t in targets)
-    table = _table(f"Ranking by {axis.title}", head, body)
-    return f'<div data-axis="{axis.key}"{"" if shown else " hidden"}>{table}</div>'
+    if targets:
+        head += "</tr><tr>" + "".join(_th(str(target)) for target in targets)
+    return head
+
+
+def _ranked(row: Row, axis: Axis, least: Mapping[float, float | None]) -> str:
+    """The cells of a row after its place; `least` has the lowest cost of any row to each target."""
+    cells = _th(row.label, "name", "row") + _td(str(row.seeds))
+    if least:
+        cells += _spread(row.accuracy, row.seeds, Spread.show)
+    cells += _spread(row.loss, row.seeds, Spread.show)
+    reached = row.reached(axis.key)
+    for target, lowest in least.items():
+        best = target in reached and reached[target].mean == lowest
+        cells += _spread(row.cost[axis.key][target], row.seeds, axis.show, "best" if best else "")
+    return cells + _td(_statuses(row), "text")
+
+
+def _statuses(row: Row) -> str:
+    """The status that all seeds share, or how many seeds have each."""
+    if len(row.statuses) == 1:
+        return next(iter(row.statuses))
+    return ", ".join(f"{count} {status}" for status, count in row.statuses.items())
 
 
 def _spread(spread: Spread | None, seeds: int, show: Callable[[Spread], str], kind: str = "") -> str:
