@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from fedbilevel.report.curves import AXES, LIGHT, METRICS, curve, drawable, group, logarithmic, look
+from fedbilevel.report.curves import (
+    AXES,
+    LIGHT,
+    METRICS,
+    Axis,
+    Group,
+    curve,
+    drawable,
+    group,
+    logarithmic,
+    look,
+)
 from fedbilevel.runs.folder import RunFolder
 
 WIDTH = 7.0  # inches: both columns of a two-column page
@@ -44,36 +56,58 @@ def figure(runs: Sequence[RunFolder], path: Path) -> None:
     """Write the first metric over rounds and over virtual time (else bytes), and the other metrics over rounds."""
     if path.suffix not in (".pdf", ".png"):
         raise ValueError(f"{path} ends in {path.suffix!r}, expected .pdf or .png")
-    groups, (along, measured) = group(runs), drawable(runs)
-    panels = [(AXES["round"], metric) for metric in measured]
-    for cost in [AXES[key] for key in ("virtual_s", "bytes") if AXES[key] in along][:1]:
-        panels.insert(1, (cost, measured[0]))
+    groups = group(runs)
+    panels = _panels(*drawable(runs))
     columns = 2 if len(panels) == 4 else len(panels)
     lines = ceil(len(panels) / columns)
     with matplotlib.rc_context(STYLE):
         canvas = Figure(figsize=(WIDTH, 0.35 + 1.9 * lines), layout="constrained")
         for number, (axis, metric) in enumerate(panels, start=1):
-            curves = {g.label: c for g in groups if (c := curve(g.runs, axis.key, metric)) is not None}
-            largest = max((float(c.x[-1]) for c in curves.values()), default=0.0)
-            divisor, _ = axis.unit(largest)
             plot = canvas.add_subplot(lines, columns, number)
-            for index, g in enumerate(groups):
-                if g.label not in curves:
-                    continue
-                c, (colour, dash) = curves[g.label], look(index)
-                label = g.label.replace("$", r"\$") if number == 1 else None  # a bare $ would begin a formula
-                plot.plot(c.x / divisor, c.mean, color=LIGHT[colour], linestyle=LINES[dash], label=label)
-                plot.fill_between(c.x / divisor, c.low, c.high, color=LIGHT[colour], alpha=0.15, linewidth=0)
-            plot.set(xlabel=axis.heading(largest), ylabel=METRICS[metric])
-            plot.margins(x=0)
-            if logarithmic(curves.values()):
-                plot.set_yscale("log")
-                low, high = plot.get_ylim()
-                if high / low < 1e3:  # few powers of ten: label 1, 2 and 5 of each, as plain numbers
-                    plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                    plot.yaxis.set_major_formatter("{x:g}")
-                    plot.yaxis.set_minor_formatter(NullFormatter())
+            _draw(plot, groups, axis, metric, labelled=number == 1)
         wide = ceil(len(groups) / ceil(len(groups) / 5))  # rows of five entries at most, evenly filled
         canvas.legend(loc="outside upper center", ncols=wide, frameon=False, handlelength=2.4)
         # No date inside: the same runs give the same file.
         canvas.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
+
+
+def _panels(along: Sequence[Axis], measured: Sequence[str]) -> list[tuple[Axis, str]]:
+    """What each panel shows: its horizontal axis and its metric."""
+    panels = [(AXES["round"], metric) for metric in measured]
+    for cost in (AXES["virtual_s"], AXES["bytes"]):
+        if cost in along:
+            panels.insert(1, (cost, measured[0]))
+            break
+    return panels
+
+
+def _draw(plot: Axes, groups: Sequence[Group], axis: Axis, metric: str, labelled: bool) -> None:
+    """Draw one panel; the legend lists the curves of the panel that is labelled."""
+    curves = {}
+    for index, g in enumerate(groups):
+        found = curve(g.runs, axis.key, metric)
+        if found is not None:
+            curves[index] = found
+    largest = max((float(c.x[-1]) for c in curves.values()), default=0.0)
+    divisor, _ = axis.unit(largest)
+    for index, c in curves.items():
+        place, dash = look(index)
+        colour = LIGHT[place]
+        x = c.x / divisor
+        # A bare $ would begin a formula.
+        label = groups[index].label.replace("$", r"\$") if labelled else None
+        plot.plot(x, c.mean, color=colour, linestyle=LINES[dash], label=label)
+        plot.fill_between(x, c.low, c.high, color=colour, alpha=0.15, linewidth=0)
+    plot.set(xlabel=axis.heading(largest), ylabel=METRICS[metric])
+    plot.margins(x=0)
+    if logarithmic(curves.values()):
+        _log_scale(plot)
+
+
+def _log_scale(plot: Axes) -> None:
+    plot.set_yscale("log")
+    low, high = plot.get_ylim()
+    if high / low < 1e3:  # few powers of ten: label 1, 2 and 5 of each, as plain numbers
+        plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        plot.yaxis.set_major_formatter("{x:g}")
+        plot.yaxis.set_minor_formatter(NullFormatter())
