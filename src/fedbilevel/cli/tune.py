@@ -125,19 +125,25 @@ class Tuning(Comparison):
 
     def _report(self, quiet: bool, as_json: bool) -> int:
         """The table of all trials in the folder, whichever call they are from, and tuned.toml from the best."""
-        methods = {path.parent.name: _trials(path.parent) for path in sorted(self.folder.glob("*/trial-0"))}
-        least = {name: min(trials, key=lambda trial: trial.loss) for name, trials in methods.items() if trials}
-        best = {name: trial for name, trial in least.items() if math.isfinite(trial.loss)}
-        file = self.folder / "tuned.toml"
+        methods = {}
+        for path in sorted(self.folder.glob("*/trial-0")):
+            methods[path.parent.name] = _trials(path.parent)
+        best = _best(methods)
+        tuned = None
         if best:
-            replace(file, self._tuned(best, {name: len(trials) for name, trials in methods.items()}))
-        rows = [self._row(name, trial, best.get(name)) for name, trials in methods.items() for trial in trials]
+            counts = {name: len(trials) for name, trials in methods.items()}
+            file = self.folder / "tuned.toml"
+            replace(file, self._tuned(best, counts))
+            tuned = str(file)
+        rows = []
+        for name, trials in methods.items():
+            rows += [self._row(name, trial, best.get(name)) for trial in trials]
         if as_json:
-            print(json.dumps({"trials": rows, "tuned": str(file) if best else None}))
+            print(json.dumps({"trials": rows, "tuned": tuned}))
         elif not quiet:
             show(_listing(rows))
-            if best:
-                print(f"tuned: {file}")
+            if tuned:
+                print(f"tuned: {tuned}")
         if any(status.startswith("failed") for status in self.ended.values()):
             return 2
         return 0 if self.methods.keys() <= best.keys() else 3
@@ -189,6 +195,16 @@ def _trials(path: Path) -> list[Trial]:
     """A method's trials as they lie on disk; its own settings, which the scales multiply, are those of trial 0."""
     own = _read(path / "trial-0")["algorithm"] if (path / "trial-0" / folders.CONFIG).exists() else None
     return [_trial(k, folder, own) for k, folder in _numbered(path) if own]
+
+
+def _best(methods: Mapping[str, Sequence[Trial]]) -> dict[str, Trial]:
+    """The trial of least loss of each method that has completed one."""
+    best = {}
+    for name, trials in methods.items():
+        least = min(trials, key=lambda trial: trial.loss, default=None)
+        if least and math.isfinite(least.loss):
+            best[name] = least
+    return best
 
 
 def _trial(number: int, path: Path, own: Mapping[str, Any]) -> Trial:
