@@ -64,30 +64,47 @@ class Comparison:
 
     def run(self, quiet: bool, as_json: bool) -> int:
         """Run what is not finished, then rank, print and write the report; the exit code."""
-        console = Console(stderr=True)
-        live = Live(self._table(), console=console, refresh_per_second=4) if console.is_terminal and not quiet else None
-        interrupted = False
+        console = Console(stderr=True, quiet=quiet)
+        live = None
+        if console.is_terminal and not quiet:
+            live = Live(self._table(), console=console, refresh_per_second=4)
         with live or nullcontext():
-            while self.waiting or self.running:
-                try:
-                    while self.waiting and len(self.running) < self.jobs:
-                        self._start(self.waiting.pop(0))
-                    for name in [name for name, process in self.running.items() if process.poll() is not None]:
-                        self.ended[name] = self._end(name, self.running.pop(name))
-                        if not live and not quiet:
-                            console.print(f"{name}: {self.ended[name]}", soft_wrap=True, markup=False)
-                        if not interrupted and self.ended[name] != "interrupted":
-                            self._follow(name)
-                    if live:
-                        live.update(self._table())
-                    time.sleep(POLL)
-                except KeyboardInterrupt:  # at a terminal the members got it too; once more does no harm
-                    interrupted, self.waiting = True, []
-                    for process in self.running.values():
-                        process.send_signal(signal.SIGINT)
+            interrupted = self._run_members(console, live)
         if interrupted or "interrupted" in self.ended.values():
             return 130
         return self._report(quiet, as_json)
+
+    def _run_members(self, console: Console, live: Live | None) -> bool:
+        """Run members until none is left, and return whether the user interrupted them."""
+        interrupted = False
+        while self.waiting or self.running:
+            try:
+                while self.waiting and len(self.running) < self.jobs:
+                    self._start(self.waiting.pop(0))
+                for name, process in list(self.running.items()):
+                    if process.poll() is None:
+                        continue
+                    del self.running[name]
+                    status = self._end(name, process)
+                    self.ended[name] = status
+                    if not live:
+                        console.print(f"{name}: {status}", soft_wrap=True, markup=False)
+                    if not interrupted and status != "interrupted":
+                        self._follow(name)
+                if live:
+                    live.update(self._table())
+                time.sleep(POLL)
+            except KeyboardInterrupt:
+                interrupted = True
+                self._interrupt()
+        return interrupted
+
+    def _interrupt(self) -> None:
+        """Start no more members, and interrupt those that are running."""
+        self.waiting = []
+        # A terminal has interrupted them too; a second signal does no harm.
+        for process in self.running.values():
+            process.send_signal(signal.SIGINT)
 
     def _follow(self, name: str) -> None:
         """What the end of a member calls for; in a comparison nothing."""
