@@ -87,7 +87,8 @@ def run(
 
     ranks.start()
     if ranks.rank():  # the first one speaks for all
-        quiet, json_, tensorboard, mlflow = True, False, False, False
+        quiet = True
+        json_ = tensorboard = mlflow = False
     if quiet or json_:
         logging.getLogger("fedbilevel").setLevel(logging.ERROR)
     place, table = configs.read(experiment)
@@ -98,15 +99,11 @@ def run(
             place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes}, smoke=smoke
         )
 
-    real = checks.one_of("federation", federation, ("simulated", "flower", "ray")) == "flower"
-    if federation != "simulated" and ranks.size() > 1:
-        raise ValueError(f"federation is {federation!r}; under torchrun it must be 'simulated'")
-    if not real and (stock or keys):
-        raise ValueError("--stock and --keys are for --federation flower")
+    _check_federation(federation, stock, keys)
     config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = ranks.first(lambda: out or _fresh(Path("runs", title.replace(" ", "-"))))
-    if real:
+    if federation == "flower":
         summary = _run_flower(config, title, folder, clients, resume, data_dir, quiet or json_, stock, keys)
         _finish(summary, folder, quiet, json_)
     if federation == "ray":
@@ -126,6 +123,17 @@ def run(
             progress.show(metrics)
             track(metrics)
     _finish(recorder.summary(), folder, quiet, json_)
+
+
+def _check_federation(federation: str, stock: bool, keys: Path | None) -> None:
+    """Refuse a federation that does not exist, or that the other options or torchrun rule out."""
+    from fedbilevel.federation import ranks
+
+    checks.one_of("federation", federation, ("simulated", "flower", "ray"))
+    if federation != "simulated" and ranks.size() > 1:
+        raise ValueError(f"federation is {federation!r}; under torchrun it must be 'simulated'")
+    if federation != "flower" and (stock or keys):
+        raise ValueError("--stock and --keys are for --federation flower")
 
 
 def _finish(summary: dict[str, Any], folder: Path, quiet: bool, json_: bool) -> None:
