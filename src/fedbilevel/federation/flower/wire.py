@@ -66,33 +66,45 @@ def decode(content: RecordDict) -> dict[str, Any]:
 def _decode(content: RecordDict) -> dict[str, Any]:
     if set(content) != {"tensors", "header"}:
         raise WireError("the message has other records than 'tensors' and 'header'")
-    text = content["header"]["json"]
-    if not isinstance(text, str) or len(text) > LONGEST:
-        raise WireError(f"the header is no text of at most {LONGEST} characters")
-    header = json.loads(text)
-    if header["version"] != VERSION:
-        raise WireError(f"the message has version {header['version']!r:.20}; this side speaks {VERSION}")
+    header = _header(content["header"]["json"])
     arrays: dict[str, Tensor] = {}
     for name, array in content["tensors"].items():
         if name not in DTYPES:
             raise WireError(f"the message holds an array of {str(name)[:20]!r}")
         arrays[name] = _tensor(name, array)
-    taken: dict[str, int] = dict.fromkeys(arrays, 0)
-    tensors = {}
-    for number, (name, shape) in enumerate(header["tensors"]):
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise WireError("a shape in the header is not one")
-        size = math.prod(shape)
-        if taken[name] + size > len(arrays[name]):
-            raise WireError(f"the header tells of more {name} numbers than there are")
-        tensors[str(number)] = arrays[name][taken[name] : taken[name] + size].reshape(shape)
-        taken[name] += size
-    if any(taken[name] != len(array) for name, array in arrays.items()):
-        raise WireError("the message holds numbers that its header does not tell of")
+    tensors = _split(arrays, header["tensors"])
     values = unpack(header["values"], tensors)
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise WireError("the header names no values")
     return values
+
+
+def _header(text: Any) -> dict[str, Any]:
+    if not isinstance(text, str) or len(text) > LONGEST:
+        raise WireError(f"the header is no text of at most {LONGEST} characters")
+    header: dict[str, Any] = json.loads(text)
+    if header["version"] != VERSION:
+        version = f"{header['version']!r:.20}"
+        raise WireError(f"the message has version {version}; this side speaks {VERSION}")
+    return header
+
+
+def _split(arrays: dict[str, Tensor], specs: Any) -> dict[str, Tensor]:
+    """Cut the flat arrays into tensors of the shapes in the header, with nothing left over."""
+    taken = dict.fromkeys(arrays, 0)
+    tensors = {}
+    for number, (name, shape) in enumerate(specs):
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise WireError("a shape in the header is not one")
+        start = taken[name]
+        end = start + math.prod(shape)
+        if end > len(arrays[name]):
+            raise WireError(f"the header tells of more {name} numbers than there are")
+        tensors[str(number)] = arrays[name][start:end].reshape(shape)
+        taken[name] = end
+    if any(taken[name] != len(array) for name, array in arrays.items()):
+        raise WireError("the message holds numbers that its header does not tell of")
+    return tensors
 
 
 def _numpy(tensor: Tensor) -> Any:
