@@ -122,7 +122,7 @@ class Run:
         self._clocked(self._advance)
 
     def _advance(self) -> None:
-        self.fed.settings = settings = self.fed.algorithm.at(self.fed.ledger.iterations)
+        settings = self.fed.algorithm.at(self.fed.iteration)
         self.state = settings.iterate(self.state, self.fed)
         self.fed.ledger.iterations += 1
 

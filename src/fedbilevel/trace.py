@@ -19,6 +19,7 @@ aten = torch.ops.aten
 FILLS: dict[Any, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 SOURCES = (aten.scalar_tensor, aten.arange)  # constants that are made of numbers
 LARGEST_CONSTANT = 1 << 16  # entries; a trace holds its constants for as long as it lives
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 NUMBERS = (bool, int, float)
 Flat = Callable[..., Sequence[Tensor]]
 
@@ -32,7 +33,7 @@ def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
         _Constants(module),
         _drop_idle,
         _Merge(),
-        _fuse_scaled_sums,
+        _FuseScaledSums(),
         _fuse_products,
         _reuse,
     )
@@ -76,22 +77,37 @@ def _form(node: Any) -> Any:
 
 
 def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
-    """Views of the shape a tensor has already, a transpose of its transpose, a product with 1, a sum with 0."""
-    source: Any = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node):
-        return
-    same = _form(source) is not None and _form(source) == _form(node)
-    idle = same and node.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-    if same and node.target is aten.mul.Scalar and node.args[1] == 1:
-        idle = True
-    if same and node.target is aten.add.Tensor and _is_zero(node.args[1]):
-        idle = True
-    if node.target is aten.add.Tensor and _is_zero(source) and _form(node.args[1]) == _form(node):
-        source, idle = node.args[1], True
-    if node.target is aten.transpose.int and source.target is aten.transpose.int and source.args[1:] == node.args[1:]:
-        source, idle = source.args[0], True
-    if idle:
+    """Replace a node that computes nothing new by what it was given."""
+    source = _unchanged(node)
+    if source is not None:
         node.replace_all_uses_with(source)
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """The argument that a node returns as it is.
+
+    That is so for a view of the shape a tensor has already, for a product with 1, for a sum with 0, and for a
+    transpose of a transpose.
+    """
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target is aten.transpose.int and source.target is aten.transpose.int:
+        return source.args[0] if source.args[1:] == node.args[1:] else None  # type: ignore[return-value]
+    if node.target is aten.add.Tensor:
+        other = node.args[1]
+        if _is_zero(source) and _form(other) == _form(node):
+            return other  # type: ignore[return-value]
+        return source if _is_zero(other) and _same_form(source, node) else None
+    if not _same_form(source, node):
+        return None
+    if node.target is aten.mul.Scalar:
+        return source if node.args[1] == 1 else None
+    return source if node.target in VIEWS else None
+
+
+def _same_form(source: fx.Node, node: fx.Node) -> bool:
+    return _form(source) is not None and _form(source) == _form(node)
 
 
 def _is_zero(node: Any) -> bool:
@@ -106,16 +122,36 @@ def _fold_scalars(graph: fx.Graph, node: fx.Node) -> None:
             node.update_arg(1, other.args[0])
 
 
-def _fuse_scaled_sums(graph: fx.Graph, node: fx.Node) -> None:
-    """a + s b as one operation."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
-        return
-    a, b = node.args
-    if not isinstance(b, fx.Node) or b.target is not aten.mul.Tensor or len(b.users) > 1:
-        return
-    alike = _form(a) is not None and _form(a) == _form(b) == _form(b.args[0])
-    if alike and isinstance(b.args[1], (int, float)):
-        node.args, node.kwargs = (a, b.args[0]), {"alpha": b.args[1]}
+class _FuseScaledSums:
+    """a + s b as one operation, where s is a number or a 0-d tensor such as a step size."""
+
+    def __init__(self) -> None:
+        self.read: dict[fx.Node, fx.Node] = {}  # numbers that were read from 0-d tensors
+
+    def __call__(self, graph: fx.Graph, node: fx.Node) -> None:
+        if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
+            return
+        a, product = node.args
+        if not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor or len(product.users) > 1:
+            return
+        b, scale = product.args
+        if _form(a) is None or not _form(a) == _form(product) == _form(b):
+            return
+        if isinstance(scale, (int, float)):
+            node.args, node.kwargs = (a, b), {"alpha": scale}
+        elif isinstance(scale, fx.Node) and _form(scale) == (torch.Size(), _form(a)[1]):
+            self._by_tensor(graph, node, (a, b, scale))
+
+    def _by_tensor(self, graph: fx.Graph, node: fx.Node, operands: tuple[Any, Any, fx.Node]) -> None:
+        a, b, scale = operands
+        if scale.meta["val"].is_cuda:  # a GPU is not waited for
+            value = 1 if node.target is aten.add.Tensor else -1
+            node.target, node.args, node.kwargs = aten.addcmul.default, operands, {"value": value}
+            return
+        if scale not in self.read:
+            with graph.inserting_after(scale):
+                self.read[scale] = graph.call_function(aten._local_scalar_dense.default, (scale,))
+        node.args, node.kwargs = (a, b), {"alpha": self.read[scale]}
 
 
 def _fuse_products(graph: fx.Graph, node: fx.Node) -> None:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from fedbilevel import checks
 from fedbilevel.algorithms.base import Algorithm, State
-from fedbilevel.phase import Message, Phase
+from fedbilevel.federation.phase import Message, Number, Phase
 
 A = TypeVar("A", bound=type[Algorithm])
 _registry: dict[str, type[Algorithm]] = {}
@@ -82,6 +82,7 @@ __all__ = [
     "LocalBSGM",
     "LocalBSGVR",
     "Message",
+    "Number",
     "OAPStructured",
     "Phase",
     "ProtoNet",

@@ -15,10 +15,10 @@ from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.localbsg import Begin
-from fedbilevel.algorithms.rounds import local_hypergradient, storm
+from fedbilevel.algorithms.rounds import LocalHypergradients, storm
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Number, Steps
 from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, norm, zeros_like
@@ -50,29 +50,29 @@ class Local(NamedTuple):
     b: Tensor
 
 
-class Descend(Phase):
+class Descend(LocalHypergradients):
     """tau_i steps along A^-1 u and B^-1 v, each followed by STORM's renewal of u and v on one batch."""
 
-    steps = "local"
+    name = "descend"
     reply: ClassVar = {"dx": "x", "dy": "y", "du": "x", "dv": "y"}
 
-    settings: AdaFBiO
-
-    @property
-    def draws(self) -> int:
-        return self.settings.neumann_steps
+    steps: Steps = "local"
+    lr_x: Number
+    lr_y: Number
+    momentum_weight: float
+    norm_floor: float
 
     def start(self, m: Message) -> Local:
         sent = Point(m.x, m.y, m.u, m.v)
         return Local(sent, sent, m.a, m.b)
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
-        h, (x, y, u, v) = self.settings, c.here
-        old = local_hypergradient(oracle, x, y, batch, h)
-        x = oracle.project_x(x - h.lr_x * u.map(lambda ui, ai: ui / (ai.sqrt() + h.norm_floor), c.a))
-        y = y - h.lr_y * (v / (c.b + h.norm_floor))
-        new = local_hypergradient(oracle, x, y, batch, h)
-        u, v = storm(new, (u, v), old, h.momentum_weight)
+        x, y, u, v = c.here
+        old = self.local_directions(oracle, x, y, batch)
+        x = oracle.project_x(x - self.lr_x * u.map(lambda ui, ai: ui / (ai.sqrt() + self.norm_floor), c.a))
+        y = y - self.lr_y * (v / (c.b + self.norm_floor))
+        new = self.local_directions(oracle, x, y, batch)
+        u, v = storm(new, (u, v), old, self.momentum_weight)
         return c._replace(here=Point(x, y, u, v))
 
     def finish(self, c: Local) -> dict[str, Any]:
@@ -99,8 +99,6 @@ class AdaFBiO(Algorithm):
     """
 
     solves = "local"
-    phases: ClassVar = {"begin": Begin, "descend": Descend}
-
     lr_x: Step = 0.01
     lr_y: Step = 0.02
     momentum_weight: float = 0.25
@@ -121,10 +119,28 @@ class AdaFBiO(Algorithm):
     def iterate(self, s: State, fed: Federation) -> State:
         S, varrho = fed.sample(), self.norm_decay
         if not s.begun:
-            r = fed.ask("begin", S, x=s.x, y=s.y)
+            r = fed.ask(self.begin(), S, x=s.x, y=s.y)
             s = s._replace(u=r.mean("u"), v=r.mean("v"), begun=True)
         a = varrho * s.a + (1 - varrho) * s.u.map(torch.square)
         b = varrho * s.b + (1 - varrho) * norm(s.v)
-        r = fed.ask("descend", S, x=s.x, y=s.y, u=s.u, v=s.v, a=a, b=b)
+        r = fed.ask(self.descend(), S, x=s.x, y=s.y, u=s.u, v=s.v, a=a, b=b)
         x, y = fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy")
         return State(x, y, s.u + r.mean("du"), s.v + r.mean("dv"), a, b, begun=True)
+
+    def begin(self) -> Begin:
+        return Begin(
+            neumann_lr=self.neumann_lr,
+            neumann_steps=self.neumann_steps,
+            truncation=self.truncation,
+        )
+
+    def descend(self) -> Descend:
+        return Descend(
+            lr_x=self.lr_x,
+            lr_y=self.lr_y,
+            momentum_weight=self.momentum_weight,
+            norm_floor=self.norm_floor,
+            neumann_lr=self.neumann_lr,
+            neumann_steps=self.neumann_steps,
+            truncation=self.truncation,
+        )

@@ -17,8 +17,8 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import Once
 from fedbilevel.federation.base import Federation, Replies
+from fedbilevel.federation.phase import Message, Number, Phase
 from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, dot, zeros_like
@@ -45,6 +45,7 @@ class State(NamedTuple):
 class UpperGradients(Once):
     """grad_x f_i and grad_y f_i at the client's copies."""
 
+    name = "gradients"
     batch = "val"
     summed = False
     reply: ClassVar = {"gx": "x", "gy": "y"}
@@ -57,12 +58,14 @@ class UpperGradients(Once):
 class Settle(Phase):
     """One step of y'_i. A message with x begins at the y_i it brings; the others go on from there."""
 
+    name = "settle"
     batch = "train"
     remembers = True
     summed = False
     reply: ClassVar = {"y": "y"}
 
-    settings: SDBO
+    lr_y: Number
+    penalty: float
 
     def start(self, m: Message) -> Any:
         if hasattr(m, "x"):
@@ -70,9 +73,9 @@ class Settle(Phase):
         return m.memory["x"], m.y, m.phi, m.memory["way"]
 
     def step(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
-        h, (x, y, phi, way) = self.settings, c
-        d = oracle.lower_gradient_y(x, way[-1], batch) + phi + h.penalty * (way[-1] - y)
-        return x, (*way, way[-1] - h.lr_y * d)
+        x, y, phi, way = c
+        d = oracle.lower_gradient_y(x, way[-1], batch) + phi + self.penalty * (way[-1] - y)
+        return x, (*way, way[-1] - self.lr_y * d)
 
     def finish(self, c: Any) -> dict[str, Any]:
         x, way = c
@@ -82,14 +85,17 @@ class Settle(Phase):
 class Cut(Settle):
     """The last step, and a_i = d/dx ||y_i - y'_i(x)||^2, backwards through all of them."""
 
+    name = "cut"
     reply: ClassVar = {"y": "y", "a": "x"}
 
     def step(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
-        h, (x, way) = self.settings, super().step(c, oracle, batch)
-        r, a = way[0] - way[-1], zeros_like(x)
+        x, way = super().step(c, oracle, batch)
+        r = way[0] - way[-1]
+        a = zeros_like(x)
         for point in reversed(way[:-1]):
             cross, hessian = oracle.products(x, point, r, batch)
-            a, r = a + 2 * h.lr_y * cross, r - h.lr_y * (hessian + h.penalty * r)
+            a = a + 2 * self.lr_y * cross
+            r = r - self.lr_y * (hessian + self.penalty * r)
         return {"y": way[-1], "a": a}
 
     def finish(self, c: Any) -> dict[str, Any]:
@@ -129,7 +135,6 @@ class SDBO(Algorithm):
     """
 
     solves = "local"
-    phases: ClassVar = {"gradients": UpperGradients, "settle": Settle, "cut": Cut}
 
     lr_x: Step = 0.001
     lr_y: Step = 0.02
@@ -178,7 +183,7 @@ class SDBO(Algorithm):
 
     def exchange(self, s: State, fed: Federation) -> State:
         s, tasks = _tasks(s)
-        return self.take(s._replace(idle=[]), fed.ask("gradients", s.idle, each=tasks), fed)
+        return self.take(s._replace(idle=[]), fed.ask(UpperGradients(), s.idle, each=tasks), fed)
 
     def take(self, s: State, replies: Replies, fed: Federation) -> State:
         """The steps of the clients that answered."""
@@ -194,8 +199,8 @@ class SDBO(Algorithm):
         y, zero, asked = s.y, zeros_like(s.y), list(range(len(fed)))
         message: dict[str, Any] = {"each": [{"own": i["y"]} for i in s.clients], "x": s.x}
         phis = [zero for _ in asked]
-        for phase in ["settle"] * (self.plane_steps - 1) + ["cut"]:
-            r = fed.ask(phase, asked, y=y, **message)
+        for kind in [Settle] * (self.plane_steps - 1) + [Cut]:
+            r = fed.ask(kind(lr_y=self.lr_y, penalty=self.penalty), asked, y=y, **message)
             asked, gaps = [q.client for q in r], {q.client: q.values["y"] - y for q in r}
             y = y + self.server_lr_y * _total(q.weight * (phis[q.client] + self.penalty * gaps[q.client]) for q in r)
             for j in asked:
@@ -236,7 +241,7 @@ class ADBO(SDBO):
 
     def exchange(self, s: State, fed: Federation) -> State:
         s, tasks = _tasks(s)
-        fed.post("gradients", s.idle, each=tasks)
+        fed.post(UpperGradients(), s.idle, each=tasks)
         s = self.take(s._replace(idle=[]), fed.collect(), fed)
         while len(s.idle) < len(fed) and s.t - min(i["heard"] for i in s.clients) >= self.max_delay:
             s = self.take(s, fed.collect(1), fed)

@@ -19,9 +19,9 @@ from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import HessianProduct, Hypergradient, UpperGradientY
 from fedbilevel.algorithms.simfbo import DescendMean
 from fedbilevel.federation.base import Federation, Replies
+from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.linear import neumann_sum, random_product
 from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, project, zeros_like
@@ -100,8 +100,8 @@ class State(NamedTuple):
 class Work(DescendMean):
     """E_i steps on x, y and z; replies with the means of the directions ("aligned")."""
 
+    name = "work"
     summed = False
-    settings: AFBO  # type: ignore[assignment]
 
 
 class Base(NamedTuple):
@@ -158,11 +158,14 @@ class WorkOnDifferences(Work):
 class Inner(Phase):
     """E_i steps y_i <- y_i - lr_y grad_y g_i(x, y_i); replies with the mean of the gradients (lines 5 to 8)."""
 
+    name = "inner"
     fixed_x = True
-    steps = "local"
     batch = "train"
     reply: ClassVar = {"hy": "y"}
     summed = False
+
+    steps: Steps = "local"
+    lr_y: Number
 
     def start(self, m: Message) -> Any:
         return m.x, m.y, zeros_like(m.y), m.steps
@@ -170,7 +173,7 @@ class Inner(Phase):
     def step(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
         x, y, q, steps = c
         d = oracle.lower_gradient_y(x, y, batch)
-        return x, y - self.settings.lr_y * d, q + d, steps
+        return x, y - self.lr_y * d, q + d, steps
 
     def finish(self, c: Any) -> dict[str, Any]:
         return {"hy": c[2] / c[3]}
@@ -211,8 +214,6 @@ class AFBO(Algorithm):
     so far; p is computed at the current point, where print has each client's last one.
     """
 
-    independent_batches: ClassVar[bool] = False
-
     lr_x: Step = 0.01
     lr_y: Step = 0.05
     lr_z: Step = 0.05
@@ -238,29 +239,22 @@ class AFBO(Algorithm):
         if self.memory == "client" and self.hypergradient != "linear-system":
             raise ValueError(f"memory is 'client'; hypergradient must be 'linear-system', not {self.hypergradient!r}")
 
-    @property
-    def phases(self) -> dict[str, type[Phase]]:  # type: ignore[override]
-        return {
-            "work": Work if self.memory == "server" else WorkOnDifferences,
-            "inner": Inner,
-            "start": UpperGradientY,
-            "product": HessianProduct,
-            "hypergradient": Hypergradient,
-        }
-
     def init(self, problem: Problem) -> State:
         x, y = problem.start
         return State(x, y, zeros_like(y))
 
     def iterate(self, s: State, fed: Federation) -> State:
-        idle, latest, now = s.idle if s.begun else range(len(fed)), Latest(*s.latest), fed.ledger.iterations
+        idle = s.idle if s.begun else range(len(fed))
+        latest = Latest(*s.latest)
+        now = fed.iteration
         if self.hypergradient != "linear-system":
-            fed.post("inner", idle, x=s.x, y=s.y)
+            fed.post(Inner(lr_y=self.lr_y), idle, x=s.x, y=s.y)
         elif self.memory == "server":
-            fed.post("work", idle, x=s.x, y=s.y, z=s.z)
+            fed.post(self.work(Work), idle, x=s.x, y=s.y, z=s.z)
         else:
             each = [{"ack": latest.said.get(client, (-1, {}))[0]} for client in idle]
-            fed.post("work", idle, each=each, x=s.x, y=s.y, z=s.z, number=now)
+            work = self.work(WorkOnDifferences)
+            fed.post(work, idle, each=each, x=s.x, y=s.y, z=s.z, number=now)
         r = fed.collect()
         if self.memory == "server":
             latest = latest.renew(r, now)
@@ -279,19 +273,22 @@ class AFBO(Algorithm):
         h = latest.mean("hx", s.x) if self.hypergradient == "linear-system" else self.estimate(s, fed)
         return s._replace(x=fed.problem.project(s.x - slower * self.server_lr_x * h), inner=0)
 
+    def work(self, kind: type[Work]) -> Work:
+        return kind(lr_x=self.lr_x, lr_y=self.lr_y, lr_z=self.lr_z, damping=self.damping)
+
     def estimate(self, s: State, fed: Federation) -> Tree:
         """APHE: grad_x F - d2xy G p, each mean a barrier over all clients."""
         everyone, lam, U = range(len(fed)), self.neumann_lr, self.neumann_steps
 
         def product(v: Tree) -> Tree:
-            return fed.ask("product", everyone, x=s.x, y=s.y, v=v).mean("hv")  # type: ignore[no-any-return]
+            return fed.ask(HessianProduct(), everyone, x=s.x, y=s.y, v=v).mean("hv")  # type: ignore[no-any-return]
 
         with fed.uncharged() if self.aphe == "server" else nullcontext():
-            v = fed.ask("start", everyone, x=s.x, y=s.y).mean("v")
+            v = fed.ask(UpperGradientY(), everyone, x=s.x, y=s.y).mean("v")
             if self.hypergradient == "neumann":
                 p = neumann_sum(product, v, U, lam)
             elif self.hypergradient == "random-truncation":
                 p = random_product(product, v, U, lam, fed.draw(U))
             else:
                 p = random_product(product, v, len(fed), lam, len(fed))
-            return fed.ask("hypergradient", everyone, x=s.x, y=s.y, p=p).mean("h")  # type: ignore[no-any-return]
+            return fed.ask(Hypergradient(), everyone, x=s.x, y=s.y, p=p).mean("h")  # type: ignore[no-any-return]

@@ -16,8 +16,8 @@ from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import own_hypergradient
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, zeros_like
@@ -46,21 +46,30 @@ class Local(NamedTuple):
 class Work(Phase):
     """K_i steps on x and y; replies with the means of the directions."""
 
-    steps = "local"
+    name = "work"
     reply: ClassVar = {"hx": "x", "hy": "y"}
     summed = False
 
-    settings: AFL
+    steps: Steps = "local"
+    lr_x: Number
+    lr_y: Number
+    neumann_lr: float
+    neumann_steps: int
 
     def start(self, m: Message) -> Local:
         return Local(m.x, m.y, zeros_like(m.x), zeros_like(m.y), m.steps)
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
-        h = self.settings
-        d_x = own_hypergradient(oracle, c.x, c.y, batch, h.neumann_steps + 1, h.neumann_lr)
+        terms = self.neumann_steps + 1
+        d_x = own_hypergradient(oracle, c.x, c.y, batch, terms, self.neumann_lr)
         d_y = oracle.lower_gradient_y(c.x, c.y, batch)
-        x, y = oracle.project_x(c.x - h.lr_x * d_x), c.y - h.lr_y * d_y
-        return Local(x, y, c.qx + d_x, c.qy + d_y, c.steps)
+        return Local(
+            x=oracle.project_x(c.x - self.lr_x * d_x),
+            y=c.y - self.lr_y * d_y,
+            qx=c.qx + d_x,
+            qy=c.qy + d_y,
+            steps=c.steps,
+        )
 
     def finish(self, c: Local) -> dict[str, Any]:
         return {"hx": c.qx / c.steps, "hy": c.qy / c.steps}
@@ -85,7 +94,6 @@ class AFL(Algorithm):
     """
 
     solves = "local"
-    phases: ClassVar = {"work": Work}
 
     lr_x: Step = 0.01
     lr_y: Step = 0.05
@@ -103,9 +111,15 @@ class AFL(Algorithm):
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
-        fed.post("work", s.idle if s.begun else range(len(fed)), x=s.x, y=s.y)
+        work = Work(
+            lr_x=self.lr_x,
+            lr_y=self.lr_y,
+            neumann_lr=self.neumann_lr,
+            neumann_steps=self.neumann_steps,
+        )
+        fed.post(work, s.idle if s.begun else range(len(fed)), x=s.x, y=s.y)
         r = fed.collect()
-        latest = Latest(*s.latest).renew(r, fed.ledger.iterations)
+        latest = Latest(*s.latest).renew(r, fed.iteration)
         s = s._replace(latest=tuple(latest) if self.variant == "cs" else NOTHING, idle=r.idle, begun=True)
         if not latest.heard:
             return s

@@ -35,6 +35,7 @@ class State(NamedTuple):
 class GradientAndStart(Once):
     """q_i = grad_y g_i and, at t = Q, v_i = grad_y f_i (lines 4 and 5)."""
 
+    name = "gradient_and_start"
     fixed_x = True
     batch = "both"
     reply: ClassVar = {"q": "y", "v": "y"}
@@ -47,6 +48,7 @@ class GradientAndStart(Once):
 class GradientAndProduct(Once):
     """q_i = grad_y g_i and, at t > Q, d2yy g_i v (lines 4 and 6), from one pass."""
 
+    name = "gradient_and_product"
     fixed_x = True
     batch = "train"
     reply: ClassVar = {"q": "y", "hv": "y"}
@@ -75,17 +77,6 @@ class AggITD(Algorithm):
     Defaults are those of the paper's Table 2, whose counts fit N = 1 and 5 local epochs a lower round.
     """
 
-    phases: ClassVar = {
-        "gradient": LowerGradient,
-        "gradient_and_start": GradientAndStart,
-        "gradient_and_product": GradientAndProduct,
-        "start": UpperGradientY,
-        "product": HessianProduct,
-        "lower_round": LowerRound,
-        "hypergradient": Hypergradient,
-        "upper_round": UpperRound,
-    }
-
     lr_x: Step = 0.01
     lr_y: Step = 0.003
     neumann_lr: float = 0.01
@@ -101,24 +92,26 @@ class AggITD(Algorithm):
     def iterate(self, s: State, fed: Federation) -> State:
         N, lam, x, y = self.inner_rounds, self.neumann_lr, s.x, s.y
         S, Q = fed.sample(), fed.draw(N + 1)
+        lower_round = LowerRound(lr_y=self.lr_y, lower=self.lower, steps=self.lower_steps or "local")
+        upper_round = UpperRound(lr_x=self.lr_x, steps=self.upper_steps or "local")
         for t in range(N):
             if t < Q:
-                r = fed.ask("gradient", S, x=x, y=y)
+                r = fed.ask(LowerGradient(), S, x=x, y=y)
             elif t == Q:
-                r = fed.ask("gradient_and_start", S, x=x, y=y)
+                r = fed.ask(GradientAndStart(), S, x=x, y=y)
                 z = r.mean("v")
             else:
-                r = fed.ask("gradient_and_product", S, x=x, y=y, v=z)
+                r = fed.ask(GradientAndProduct(), S, x=x, y=y, v=z)
                 z = self.factor(z, r.mean("hv"))
             correction = {"q": r.mean("q")} if self.lower == "svrg" else {}
-            y = y + fed.ask("lower_round", S, x=x, y=y, **correction).mean("dy")
+            y = y + fed.ask(lower_round, S, x=x, y=y, **correction).mean("dy")
         if Q == N:
-            z = fed.ask("start", S, x=x, y=y).mean("v")
+            z = fed.ask(UpperGradientY(), S, x=x, y=y).mean("v")
         else:
-            last = self.factor(z, fed.ask("product", S, x=x, y=y, v=z).mean("hv"))
+            last = self.factor(z, fed.ask(HessianProduct(), S, x=x, y=y, v=z).mean("hv"))
             z = z if self.printed else last
-        h = fed.ask("hypergradient", S, x=x, y=y, p=lam * (N + 1) * z).mean("h")
-        x = x + fed.ask("upper_round", S, x=x, y=y, h=h).mean("dx")
+        h = fed.ask(Hypergradient(), S, x=x, y=y, p=lam * (N + 1) * z).mean("h")
+        x = x + fed.ask(upper_round, S, x=x, y=y, h=h).mean("dx")
         return State(fed.problem.project(x), y)
 
     def factor(self, z: Tree, hz: Tree) -> Tree:

@@ -15,8 +15,8 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import storm
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, norm, project, zeros_like
@@ -52,11 +52,16 @@ class Local(NamedTuple):
 class Descend(Phase):
     """tau_i momentum steps from the broadcast point (eq. 15 to 22); replies with the momenta's means h_i (eq. 26)."""
 
-    steps = "local"
+    name = "descend"
     batch = "both"
     reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y"}
 
-    settings: ASFBO
+    steps: Steps = "local"
+    lr_x: Number
+    lr_y: Number
+    lr_z: Number
+    momentum_weight: float
+    damping: float = 0.0
 
     def start(self, msg: Message) -> Local:
         here = Point(msg.x, msg.y, msg.z)
@@ -65,19 +70,24 @@ class Descend(Phase):
 
     def first(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
         """m_0 = d at the broadcast point (eq. 16)."""
-        return self.move(c, oracle.directions(*c.now, batch, self.settings.damping), oracle)
+        return self.move(c, oracle.directions(*c.now, batch, self.damping), oracle)
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
         """m_k = beta d(new point) + (1 - beta) m_{k-1} (eq. 20)."""
-        beta = self.settings.momentum_weight
-        d = oracle.directions(*c.now, batch, self.settings.damping)
+        beta = self.momentum_weight
+        d = oracle.directions(*c.now, batch, self.damping)
         return self.move(c, Directions(*(beta * new + (1 - beta) * m for new, m in zip(d, c.m, strict=True))), oracle)
 
     def move(self, c: Local, m: Directions, oracle: Oracle) -> Local:
         """var <- var - lr_var m (eq. 19), q <- q + m (eq. 22)."""
-        h, (x, y, z) = self.settings, c.now
+        x, y, z = c.now
+        now = Point(
+            x=oracle.project_x(x - self.lr_x * m.x),
+            y=y - self.lr_y * m.y,
+            z=z - self.lr_z * m.z,
+        )
         return Local(
-            now=Point(oracle.project_x(x - h.lr_x * m.x), y - h.lr_y * m.y, z - h.lr_z * m.z),
+            now=now,
             before=c.now,
             m=m,
             q=Directions(*(q + m for q, m in zip(c.q, m, strict=True))),
@@ -108,7 +118,7 @@ class ASFBO(Algorithm):
     prints and what this is; rho is estimated from the cohort, as in `ShroFBO`. Defaults are the paper's.
     """
 
-    phases: ClassVar = {"descend": Descend}
+    local_phase: ClassVar[type[Descend]] = Descend
 
     lr_x: Step = 0.01
     lr_y: Step = 0.03
@@ -136,8 +146,17 @@ class ASFBO(Algorithm):
         x, y = problem.start
         return State(x, y, zeros_like(y))
 
+    def descend(self) -> Descend:
+        return self.local_phase(
+            lr_x=self.lr_x,
+            lr_y=self.lr_y,
+            lr_z=self.lr_z,
+            momentum_weight=self.momentum_weight,
+            damping=self.damping,
+        )
+
     def iterate(self, s: State, fed: Federation) -> State:
-        r = fed.ask("descend", fed.sample(), x=s.x, y=s.y, z=s.z)
+        r = fed.ask(self.descend(), fed.sample(), x=s.x, y=s.y, z=s.z)
         rho, hx, hy, hz = r.mean("steps"), r.mean("hx"), r.mean("hy"), r.mean("hz")
         sx, sy, sz = self.running_norm(s.sx, hx), self.running_norm(s.sy, hy), self.running_norm(s.sz, hz)
         z = s.z - rho * self.adapted(self.server_lr_z, sz, self.server_lr_z_bounds) * hz
@@ -166,8 +185,8 @@ class DescendStorm(Descend):
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
         """m_k = d(new point) + (1 - beta) (m_{k-1} - d(old point)), both on one batch (eq. 21)."""
-        new, old = (oracle.directions(*point, batch, self.settings.damping) for point in (c.now, c.before))
-        return self.move(c, Directions(*storm(new, c.m, old, self.settings.momentum_weight)), oracle)
+        new, old = (oracle.directions(*point, batch, self.damping) for point in (c.now, c.before))
+        return self.move(c, Directions(*storm(new, c.m, old, self.momentum_weight)), oracle)
 
 
 @register("la-asfbo")
@@ -181,4 +200,4 @@ class LAASFBO(ASFBO):
     is not tau_i, but their signed sum is, and h_i is normalised by that.
     """
 
-    phases: ClassVar = {"descend": DescendStorm}
+    local_phase: ClassVar[type[Descend]] = DescendStorm

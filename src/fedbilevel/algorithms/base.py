@@ -1,4 +1,4 @@
-"""What an algorithm is: frozen settings, the phases its clients run, `init` and `iterate`."""
+"""What an algorithm is: frozen settings, `init`, and `iterate`, which asks clients to run phases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 from fedbilevel import checks
 from fedbilevel.federation.base import Federation
-from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
 from fedbilevel.tree import Tree
 
@@ -71,8 +70,6 @@ class Algorithm(ABC):
     solves: ClassVar[Literal["global", "local", "single"]] = "global"
     lower_levels: ClassVar[tuple[Literal["shared", "private"], ...]] = ("shared",)
     submodels: ClassVar[bool] = False
-    phases: ClassVar[Mapping[str, type[Phase]]]
-    as_coded: ClassVar[bool] = False  # for the phases of rounds.py: as FedNest's published code has them
 
     def __post_init__(self) -> None:
         for step in self._steps():

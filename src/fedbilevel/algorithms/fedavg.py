@@ -13,8 +13,8 @@ from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, zeros_like
@@ -37,25 +37,41 @@ class Local(NamedTuple):
     part: Any
 
 
-class Train(Phase):
-    """tau_i gradient steps on the lower loss; replies with how far it came."""
+class Training(Phase):
+    """What training on batches and on episodes share: one gradient step.
 
-    steps = "local"
-    batch = "train"
+    train: "both", or "y" to leave x where it is.
+    """
+
     reply: ClassVar = {"dx": "x", "dy": "y"}
 
-    settings: FedAvg
+    steps: Steps = "local"
+    lr_x: Number
+    lr_y: Number
+    train: Literal["both", "y"] = "both"
+
+    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
+        """One local step; `part` is what a client is told of the part of the model it trains."""
+        d_x, d_y = gradients(x, y)
+        return x - self.lr_x * d_x, y - self.lr_y * d_y
+
+
+class Train(Training):
+    """tau_i gradient steps on the lower loss; replies with how far it came."""
+
+    name = "train"
+    batch = "train"
 
     def start(self, m: Message) -> Local:
         return Local(m.x, m.y, m.x, m.y, vars(m).get("part", ()))
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
         def gradients(x: Tree, y: Tree) -> tuple[Tree, Tree]:
-            if self.settings.train == "y":
+            if self.train == "y":
                 return zeros_like(x), oracle.lower_gradient_y(x, y, batch)
             return oracle.lower_gradients(x, y, batch)
 
-        x, y = self.settings.descend(gradients, c.x, c.y, c.part)
+        x, y = self.descend(gradients, c.x, c.y, c.part)
         return c._replace(x=oracle.project_x(x), y=y)
 
     def finish(self, c: Local) -> dict[str, Any]:
@@ -73,25 +89,26 @@ class Visit(NamedTuple):
     steps: Any
 
 
-class TrainOnEpisodes(Phase):
+class TrainOnEpisodes(Training):
     """As many episodes as local steps; replies with the displacement of x and the mean one of y."""
 
-    steps = "local"
-    reply: ClassVar = {"dx": "x", "dy": "y"}
+    name = "episodes"
 
-    settings: FedAvg
+    episode_steps: int
 
     def start(self, m: Message) -> Visit:
         return Visit(m.x, m.x, m.y, zeros_like(m.y), vars(m).get("part", ()), m.steps)
 
     def step(self, c: Visit, oracle: Oracle, batch: Batch) -> Visit:
         def gradients(x: Tree, y: Tree) -> tuple[Tree, Tree]:
-            (g_x, g_y), (f_x, f_y) = oracle.lower_gradients(x, y, batch), oracle.upper_gradients(x, y, batch)
-            return zeros_like(x) if self.settings.train == "y" else (g_x + f_x) / 2, (g_y + f_y) / 2
+            g_x, g_y = oracle.lower_gradients(x, y, batch)
+            f_x, f_y = oracle.upper_gradients(x, y, batch)
+            d_x = zeros_like(x) if self.train == "y" else (g_x + f_x) / 2
+            return d_x, (g_y + f_y) / 2
 
         x, y = c.x, c.y0
-        for _ in range(self.settings.episode_steps):
-            x, y = self.settings.descend(gradients, x, y, c.part)
+        for _ in range(self.episode_steps):
+            x, y = self.descend(gradients, x, y, c.part)
             x = oracle.project_x(x)
         return c._replace(x=x, dy=c.dy + (y - c.y0))
 
@@ -117,7 +134,8 @@ class FedAvg(Algorithm):
 
     solves = "single"
     lower_levels = ("shared", "private")
-    phases: ClassVar = {"train": Train, "episodes": TrainOnEpisodes}
+    on_batches: ClassVar[type[Train]] = Train
+    on_episodes: ClassVar[type[TrainOnEpisodes]] = TrainOnEpisodes
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05
@@ -138,13 +156,15 @@ class FedAvg(Algorithm):
         r = fed.ask(self.phase(fed), fed.sample(), x=s.x, y=s.y)
         return self.move(s, r.mean("dx"), r.mean("dy"), fed)
 
-    def phase(self, fed: Federation) -> str:
-        return "train" if fed.problem.lower_level == "shared" else "episodes"
+    def phase(self, fed: Federation) -> Phase:
+        if fed.problem.lower_level == "shared":
+            return self.on_batches(lr_x=self.lr_x, lr_y=self.lr_y, train=self.train)
+        return self.on_episodes(
+            lr_x=self.lr_x,
+            lr_y=self.lr_y,
+            train=self.train,
+            episode_steps=self.episode_steps,
+        )
 
     def move(self, s: State, dx: Tree, dy: Tree, fed: Federation) -> State:
         return State(fed.problem.project(s.x + self.server_lr * dx), s.y + self.server_lr * dy)
-
-    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
-        """One local step; `part` is what methods that train a part of the model tell the client of it."""
-        d_x, d_y = gradients(x, y)
-        return x - self.lr_x * d_x, y - self.lr_y * d_y

@@ -13,8 +13,8 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import storm
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, project, zeros_like
@@ -34,21 +34,30 @@ class Local(NamedTuple):
 class Descend(Phase):
     """I steps on x, y and z; replies with how far each came."""
 
-    steps = "local"
+    name = "descend"
     batch = "both"
     reply: ClassVar = {"dx": "x", "dy": "y", "dz": "y"}
 
-    settings: FedBiO
+    steps: Steps = "local"
+    lr_x: Number
+    lr_y: Number
+    lr_z: Number
+    radius: float
 
     def start(self, m: Message) -> Local:
         sent = State(m.x, m.y, m.z)
         return Local(sent, sent)
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
-        h, (x, y, z) = self.settings, c.here
-        d = oracle.directions(x, y, z, batch)
-        here = State(oracle.project_x(x - h.lr_x * d.x), y - h.lr_y * d.y, project(z - h.lr_z * d.z, h.radius))
-        return c._replace(here=here)
+        d = oracle.directions(*c.here, batch)
+        return c._replace(here=self.move(c.here, d, oracle))
+
+    def move(self, at: State, d: Directions, oracle: Oracle) -> State:
+        return State(
+            x=oracle.project_x(at.x - self.lr_x * d.x),
+            y=at.y - self.lr_y * d.y,
+            z=project(at.z - self.lr_z * d.z, self.radius),
+        )
 
     def finish(self, c: Local) -> dict[str, Any]:
         return {f"d{name}": here - start for name, here, start in zip("xyz", c.here, c.start, strict=True)}
@@ -71,8 +80,6 @@ class FedBiO(Algorithm):
     adds the cohort's mean displacement.
     """
 
-    phases: ClassVar = {"descend": Descend}
-
     lr_x: Step = 0.05
     lr_y: Step = 0.1
     lr_z: Step = 0.1
@@ -83,7 +90,8 @@ class FedBiO(Algorithm):
         return State(x, y, zeros_like(y))
 
     def iterate(self, s: State, fed: Federation) -> State:
-        r = fed.ask("descend", fed.sample(), x=s.x, y=s.y, z=s.z)
+        descend = Descend(lr_x=self.lr_x, lr_y=self.lr_y, lr_z=self.lr_z, radius=self.radius)
+        r = fed.ask(descend, fed.sample(), x=s.x, y=s.y, z=s.z)
         return State(fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"), s.z + r.mean("dz"))
 
 
@@ -112,8 +120,10 @@ class Moving(NamedTuple):
 class Begin(Phase):
     """The first momenta: the directions at the start, on every sample."""
 
-    full = True
+    name = "begin"
     reply: ClassVar = {"mx": "x", "my": "y", "mz": "y"}
+
+    full: bool = True
 
     def start(self, m: Message) -> State:
         return State(m.x, m.y, m.z)
@@ -125,32 +135,29 @@ class Begin(Phase):
         return {"mx": d.x, "my": d.y, "mz": d.z}
 
 
-class DescendStorm(Phase):
+class DescendStorm(Descend):
     """I moves, with the momenta renewed between them; replies with how far x, y and z came, keeps the rest."""
 
-    steps = "local"
-    batch = "both"
     remembers = True
-    reply: ClassVar = {"dx": "x", "dy": "y", "dz": "y"}
 
-    settings: FedBiOAcc
+    momentum_weight: float
 
-    def start(self, m: Message) -> Moving:
-        point, momenta = State(m.x, m.y, m.z), Directions(m.mx, m.my, m.mz)
+    def start(self, m: Message) -> Any:
+        point = State(m.x, m.y, m.z)
+        momenta = Directions(m.mx, m.my, m.mz)
         return Moving(point, point, momenta, point, momenta)
 
-    def first(self, c: Moving, oracle: Oracle, batch: Batch) -> Moving:
+    def first(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
         """The momenta that were sent are those of the point that was sent."""
-        h, (x, y, z), m = self.settings, c.now, c.m
-        now = State(oracle.project_x(x - h.lr_x * m.x), y - h.lr_y * m.y, project(z - h.lr_z * m.z, h.radius))
-        return c._replace(now=now, before=c.now)
+        return c._replace(now=self.move(c.now, c.m, oracle), before=c.now)
 
-    def step(self, c: Moving, oracle: Oracle, batch: Batch) -> Moving:
-        new, old = (oracle.directions(*point, batch) for point in (c.now, c.before))
-        m = Directions(*storm(new, c.m, old, self.settings.momentum_weight))
+    def step(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
+        new = oracle.directions(c.now.x, c.now.y, c.now.z, batch)
+        old = oracle.directions(c.before.x, c.before.y, c.before.z, batch)
+        m = Directions(*storm(new, c.m, old, self.momentum_weight))
         return self.first(c._replace(m=m), oracle, batch)
 
-    def finish(self, c: Moving) -> dict[str, Any]:
+    def finish(self, c: Any) -> dict[str, Any]:
         moved = {f"d{name}": now - start for name, now, start in zip("xyz", c.now, c.start, strict=True)}
         kept = {"before": c.before._asdict(), "m": c.m._asdict(), "sent": c.sent._asdict()}
         return {**moved, "memory": kept}
@@ -159,11 +166,12 @@ class DescendStorm(Phase):
 class Renew(Phase):
     """The momenta at the averaged point, on one batch with the client's own last point; replies with their change."""
 
+    name = "renew"
     batch = "both"
     remembers = True
     reply: ClassVar = {"dmx": "x", "dmy": "y", "dmz": "y"}
 
-    settings: FedBiOAcc
+    momentum_weight: float
 
     def start(self, m: Message) -> Any:
         kept = m.memory
@@ -172,7 +180,7 @@ class Renew(Phase):
     def step(self, c: tuple[State, State, Directions, Directions], oracle: Oracle, batch: Batch) -> Any:
         here, before, m, sent = c
         new, old = (oracle.directions(*point, batch) for point in (here, before))
-        renewed = storm(new, m, old, self.settings.momentum_weight)
+        renewed = storm(new, m, old, self.momentum_weight)
         return Directions(*(now - then for now, then in zip(renewed, sent, strict=True)))
 
     def finish(self, d: Any) -> dict[str, Any]:
@@ -196,8 +204,6 @@ class FedBiOAcc(FedBiO):
     full-batch directions, which takes one more round.
     """
 
-    phases: ClassVar = {"begin": Begin, "descend": DescendStorm, "renew": Renew}
-
     momentum_weight: float = 0.25
 
     def init(self, problem: Problem) -> Any:
@@ -207,10 +213,17 @@ class FedBiOAcc(FedBiO):
     def iterate(self, s: Any, fed: Federation) -> Any:
         S = fed.sample()
         if not s.begun:
-            r = fed.ask("begin", S, x=s.x, y=s.y, z=s.z)
+            r = fed.ask(Begin(), S, x=s.x, y=s.y, z=s.z)
             s = s._replace(mx=r.mean("mx"), my=r.mean("my"), mz=r.mean("mz"), begun=True)
-        r = fed.ask("descend", S, x=s.x, y=s.y, z=s.z, mx=s.mx, my=s.my, mz=s.mz)
+        descend = DescendStorm(
+            lr_x=self.lr_x,
+            lr_y=self.lr_y,
+            lr_z=self.lr_z,
+            radius=self.radius,
+            momentum_weight=self.momentum_weight,
+        )
+        r = fed.ask(descend, S, x=s.x, y=s.y, z=s.z, mx=s.mx, my=s.my, mz=s.mz)
         x, y, z = fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"), s.z + r.mean("dz")
-        r = fed.ask("renew", [reply.client for reply in r], x=x, y=y, z=z)
+        r = fed.ask(Renew(momentum_weight=self.momentum_weight), [reply.client for reply in r], x=x, y=y, z=z)
         mx, my, mz = s.mx + r.mean("dmx"), s.my + r.mean("dmy"), s.mz + r.mean("dmz")
         return AccState(x, y, z, mx, my, mz, begun=True)

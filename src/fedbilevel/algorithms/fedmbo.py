@@ -20,6 +20,7 @@ from fedbilevel.algorithms.rounds import (
     settle,
 )
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Number
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
@@ -34,12 +35,14 @@ class State(NamedTuple):
 class ChainStart(UpperGradientY):
     """v = grad_y f_i for one chain."""
 
+    name = "chain_start"
     summed = False
 
 
 class ChainProduct(HessianProduct):
     """d2yy g_i v for one chain."""
 
+    name = "chain_product"
     summed = False
 
 
@@ -48,13 +51,16 @@ class Hypergradients(Episodes):
 
     reply: ClassVar = {"h": "x", "dy": "y"}
 
-    settings: FedMBO
+    lr_y: Number
+    neumann_lr: float
+    neumann_steps: int
+    inner_rounds: int
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
-        h = self.settings
-        settled = settle(oracle, x, y, batch, h.inner_rounds, h.lr_y)
-        found = random_hypergradient(oracle, x, settled, [batch] * h.neumann_steps, h.neumann_lr)
-        return {"h": found, "dy": settled - y}
+        settled = settle(oracle, x, y, batch, self.inner_rounds, self.lr_y)
+        chain = [batch] * self.neumann_steps
+        h = random_hypergradient(oracle, x, settled, chain, self.neumann_lr)
+        return {"h": h, "dy": settled - y}
 
 
 @register("fedmbo")
@@ -81,13 +87,6 @@ class FedMBO(Algorithm):
     """
 
     lower_levels = ("shared", "private")
-    phases: ClassVar = {
-        "gradient": LowerGradient,
-        "chain_start": ChainStart,
-        "chain_product": ChainProduct,
-        "hypergradient": Hypergradient,
-        "episodes": Hypergradients,
-    }
 
     lr_x: Step = 0.05
     lr_y: Step = 0.1
@@ -100,25 +99,33 @@ class FedMBO(Algorithm):
 
     def iterate(self, s: State, fed: Federation) -> State:
         if fed.problem.lower_level == "private":
-            own = fed.ask("episodes", fed.sample(), x=s.x, y=s.y)
+            own = fed.ask(self.episodes(), fed.sample(), x=s.x, y=s.y)
             return State(fed.problem.project(s.x - self.lr_x * own.mean("h")), s.y + own.mean("dy"))
         lam, N, x, y = self.neumann_lr, self.neumann_steps, s.x, s.y
         for _ in range(self.inner_rounds):
             S = fed.sample()
-            y = y - self.lr_y * fed.ask("gradient", S, x=x, y=y).mean("q")
+            y = y - self.lr_y * fed.ask(LowerGradient(), S, x=x, y=y).mean("q")
         lengths = [fed.draw(N) for _ in S]
-        starts = fed.ask("chain_start", self.anyone(fed, len(S)), x=x, y=y)
+        starts = fed.ask(ChainStart(), self.anyone(fed, len(S)), x=x, y=y)
         r = {reply.place: lam * N * reply.weight * reply.values["v"] for reply in starts}
         for k in range(1, max(lengths) + 1):
             busy = [j for j in r if lengths[j] >= k]
             if busy:
                 each = [{"v": r[j]} for j in busy]
-                for reply in fed.ask("chain_product", self.anyone(fed, len(busy)), x=x, y=y, each=each):
+                for reply in fed.ask(ChainProduct(), self.anyone(fed, len(busy)), x=x, y=y, each=each):
                     j = busy[reply.place]
                     r[j] = r[j] - lam * reply.weight * reply.values["hv"]
         each = [{"p": chain} for chain in r.values()]
-        h = fed.ask("hypergradient", self.anyone(fed, len(r)), x=x, y=y, each=each).mean("h")
+        h = fed.ask(Hypergradient(), self.anyone(fed, len(r)), x=x, y=y, each=each).mean("h")
         return State(fed.problem.project(x - self.lr_x * h), y)
+
+    def episodes(self) -> Hypergradients:
+        return Hypergradients(
+            lr_y=self.lr_y,
+            neumann_lr=self.neumann_lr,
+            neumann_steps=self.neumann_steps,
+            inner_rounds=self.inner_rounds,
+        )
 
     def anyone(self, fed: Federation, count: int) -> list[int]:
         """Clients drawn uniformly, with replacement."""

@@ -21,13 +21,12 @@ from fedbilevel.algorithms.rounds import (
     UpperGradientY,
     UpperRound,
     Walk,
-    local_steps,
     own_hypergradient,
 )
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Number, Phase
 from fedbilevel.linear import neumann_sum, random_product
 from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Message, Phase, Steps
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree
@@ -41,14 +40,17 @@ class State(NamedTuple):
 class PrivatePower(Once):
     """c_i <- c_i - lr d2yy g_i c_i: the published code lets each client multiply by its own Hessian only."""
 
+    name = "private_power"
     fixed_x = True
     batch = "train"
     reply: ClassVar = {"c": "y"}
     summed = False
 
+    neumann_lr: float
+
     def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
         product = oracle.hessian_product(m["x"], m["y"], m["c"], batch)
-        return {"c": m["c"] - self.settings.neumann_lr * product}
+        return {"c": m["c"] - self.neumann_lr * product}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +69,28 @@ class _Nested(Algorithm):
     def init(self, problem: Problem) -> State:
         return State(*problem.start)
 
+    @property
+    def as_coded(self) -> bool:
+        """Whether phases do what FedNest's published code does."""
+        return False
+
     def inner(self, x: Tree, y: Tree, fed: Federation) -> Tree:
         """FedInn, T times."""
         for _ in range(self.inner_rounds):
             S = fed.sample()
-            correction = {"q": fed.ask("gradient", S, x=x, y=y).mean("q")} if self.lower == "svrg" else {}
-            y = y + fed.ask("lower_round", S, x=x, y=y, **correction).mean("dy")
+            correction = {}
+            if self.lower == "svrg":
+                correction["q"] = fed.ask(LowerGradient(full=self.as_coded), S, x=x, y=y).mean("q")
+            y = y + fed.ask(self.lower_round(), S, x=x, y=y, **correction).mean("dy")
         return y
+
+    def lower_round(self) -> LowerRound:
+        return LowerRound(
+            lr_y=self.lr_y,
+            lower=self.lower,
+            steps=self.lower_steps or "local",
+            as_coded=self.as_coded,
+        )
 
 
 @register("fednest")
@@ -103,16 +120,6 @@ class FedNest(_Nested):
     holds the clients' private vectors for them: a factor moves one vector more each way.
     """
 
-    phases: ClassVar = {
-        "gradient": LowerGradient,
-        "lower_round": LowerRound,
-        "start": UpperGradientY,
-        "product": HessianProduct,
-        "private_power": PrivatePower,
-        "hypergradient": Hypergradient,
-        "upper_round": UpperRound,
-    }
-
     truncation: Literal["sum", "random"] = "sum"
     compat: Literal["reference"] | None = None
 
@@ -122,24 +129,36 @@ class FedNest(_Nested):
             checks.one_of("compat", self.compat, ("reference",))
 
     @property
-    def as_coded(self) -> bool:  # type: ignore[override]
+    def as_coded(self) -> bool:
         return self.compat == "reference"
 
     def iterate(self, s: State, fed: Federation) -> State:
         x, y = s.x, self.inner(s.x, s.y, fed)
         S = fed.sample()
-        v = fed.ask("start", S if self.compat else fed.sample(), x=x, y=y).mean("v")
-        p = self.reference_product(x, y, v, S, fed) if self.compat else self.inverse_product(x, y, v, fed)
-        h = fed.ask("hypergradient", S, x=x, y=y, p=p).mean("h")
-        x = x + fed.ask("upper_round", S, x=x, y=y, h=h).mean("dx")
+        R = S if self.as_coded else fed.sample()
+        v = fed.ask(UpperGradientY(full=self.as_coded), R, x=x, y=y).mean("v")
+        if self.as_coded:
+            p = self.reference_product(x, y, v, S, fed)
+        else:
+            p = self.inverse_product(x, y, v, fed)
+        h = fed.ask(Hypergradient(full=self.as_coded), S, x=x, y=y, p=p).mean("h")
+        x = x + fed.ask(self.upper_round(), S, x=x, y=y, h=h).mean("dx")
         return State(fed.problem.project(x), y)
+
+    def upper_round(self) -> UpperRound:
+        return UpperRound(
+            lr_x=self.lr_x,
+            steps=self.upper_steps or "local",
+            full=self.as_coded,
+            as_coded=self.as_coded,
+        )
 
     def inverse_product(self, x: Tree, y: Tree, v: Tree, fed: Federation) -> Tree:
         """FedIHGP: an estimate of [mean H]^-1 v."""
         lam, N = self.neumann_lr, self.neumann_steps
 
         def product(v: Tree) -> Tree:
-            return fed.ask("product", fed.sample(), x=x, y=y, v=v).mean("hv")  # type: ignore[no-any-return]
+            return fed.ask(HessianProduct(), fed.sample(), x=x, y=y, v=v).mean("hv")  # type: ignore[no-any-return]
 
         if self.truncation == "sum":
             return neumann_sum(product, v, N + 1, lam)
@@ -149,7 +168,9 @@ class FedNest(_Nested):
         """As coded: powers of local Hessians, the k-th weighted 1/k."""
         private, p = dict.fromkeys(S, v), v
         for k in range(1, self.neumann_steps + 1):
-            r = fed.ask("private_power", S, x=x, y=y, each=[{"c": private[i]} for i in S])
+            r = fed.ask(
+                PrivatePower(neumann_lr=self.neumann_lr, full=True), S, x=x, y=y, each=[{"c": private[i]} for i in S]
+            )
             private |= {reply.client: reply.values["c"] for reply in r}
             p = p + r.mean("c") / k
         return self.neumann_lr * p
@@ -158,22 +179,21 @@ class FedNest(_Nested):
 class LocalUpperRound(Phase):
     """tau_i steps x_i <- x_i - lr_x (grad_x f_i - d2xy g_i p_i), p_i its own Neumann sum; replies with x_i - x."""
 
+    name = "local_upper_round"
     batch = "both"
     reply: ClassVar = {"dx": "x"}
 
-    settings: LFedNest
-
-    @property
-    def steps(self) -> Steps:  # type: ignore[override]
-        return local_steps(self.settings.upper_steps)
+    lr_x: Number
+    neumann_lr: float
+    neumann_steps: int
 
     def start(self, m: Message) -> Walk:
         return Walk(m.x, m.x, m.y, ())
 
     def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
-        x, y, h = c.here, c.other, self.settings
-        d = own_hypergradient(oracle, x, y, batch, h.neumann_steps + 1, h.neumann_lr)
-        return c._replace(here=oracle.project_x(x - h.lr_x * d))
+        terms = self.neumann_steps + 1
+        d = own_hypergradient(oracle, c.here, c.other, batch, terms, self.neumann_lr)
+        return c._replace(here=oracle.project_x(c.here - self.lr_x * d))
 
     def finish(self, c: Walk) -> dict[str, Any]:
         return {"dx": c.here - c.start}
@@ -192,11 +212,17 @@ class LFedNest(_Nested):
     """
 
     solves = "local"
-    phases: ClassVar = {"gradient": LowerGradient, "lower_round": LowerRound, "local_upper_round": LocalUpperRound}
-
     lower: Literal["svrg", "sgd"] = "sgd"
 
     def iterate(self, s: State, fed: Federation) -> State:
         y = self.inner(s.x, s.y, fed)
-        x = s.x + fed.ask("local_upper_round", fed.sample(), x=s.x, y=y).mean("dx")
+        x = s.x + fed.ask(self.upper_round(), fed.sample(), x=s.x, y=y).mean("dx")
         return State(fed.problem.project(x), y)
+
+    def upper_round(self) -> LocalUpperRound:
+        return LocalUpperRound(
+            lr_x=self.lr_x,
+            neumann_lr=self.neumann_lr,
+            neumann_steps=self.neumann_steps,
+            steps=self.upper_steps or "local",
+        )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms import register
-from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, TrainOnEpisodes
+from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, Training, TrainOnEpisodes
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.submodel import budget, cut, held_mean, magnitudes, maskable
 from fedbilevel.federation.base import Federation
@@ -21,23 +21,35 @@ from fedbilevel.submodels import Submodel
 from fedbilevel.tree import Tree
 
 
-class TrainMasked(Train):
-    """The server sees each reply: which weights it moved is to be counted."""
-
-    summed = False
-
-
-class TrainMaskedOnEpisodes(TrainOnEpisodes):
-    """The same on episodes."""
-
-    summed = False
-
-
 def slope(w: Tensor, threshold: Tensor) -> Tensor:
     """The factor of a weight's gradient: 1 + 2 thr |w| / (|w| + thr)^2 where it is kept, 0 where it is not."""
     size = w.abs()
     least = torch.finfo(w.dtype).tiny  # 0 / 0 is 0
     return (size >= threshold) * (1 + 2 * threshold * size / (size + threshold).square().clamp(min=least))
+
+
+class ThresholdTraining(Training):
+    """Steps on the weights above a client's thresholds, whose gradients `slope` scales.
+
+    The server sees each reply: which weights it moved is to be counted.
+    """
+
+    summed = False
+
+    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
+        by_x = x.map(slope, part["x"])
+        by_y = y.map(slope, part["y"])
+        d_x, d_y = gradients(*(w.map(lambda w, by: w * (by > 0), by) for w, by in ((x, by_x), (y, by_y))))
+        x = x - self.lr_x * d_x.map(torch.mul, by_x)
+        return x, y - self.lr_y * d_y.map(torch.mul, by_y)
+
+
+class TrainAboveThreshold(ThresholdTraining, Train):
+    """On batches."""
+
+
+class TrainAboveThresholdOnEpisodes(ThresholdTraining, TrainOnEpisodes):
+    """On episodes."""
 
 
 @register("fiarse")
@@ -65,7 +77,8 @@ class FIARSE(FedAvg):
     """
 
     submodels = True
-    phases: ClassVar = {"train": TrainMasked, "episodes": TrainMaskedOnEpisodes}
+    on_batches = TrainAboveThreshold
+    on_episodes = TrainAboveThresholdOnEpisodes
 
     def iterate(self, s: State, fed: Federation) -> State:
         S = fed.sample()
@@ -85,11 +98,6 @@ class FIARSE(FedAvg):
             least = float(sizes[count - 1]) if count < len(sizes) else 0.0
             each.append({k: {n: least if n in w else 0.0 for n in tree} for k, tree in (("x", s.x), ("y", s.y))})
         return each
-
-    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
-        by_x, by_y = x.map(slope, part["x"]), y.map(slope, part["y"])
-        d_x, d_y = gradients(*(w.map(lambda w, by: w * (by > 0), by) for w, by in ((x, by_x), (y, by_y))))
-        return x - self.lr_x * d_x.map(torch.mul, by_x), y - self.lr_y * d_y.map(torch.mul, by_y)
 
 
 @register("fiarse-structured")

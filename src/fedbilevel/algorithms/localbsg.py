@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import local_hypergradient, storm
+from fedbilevel.algorithms.rounds import LocalHypergradients, storm
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Number, Steps
 from fedbilevel.oracle import Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, zeros_like
@@ -42,47 +42,47 @@ class Local(NamedTuple):
     start: Point
 
 
-class Begin(Phase):
+class Begin(LocalHypergradients):
     """The first momenta: local hypergradient and lower gradient at the start, on every sample."""
 
-    full = True
+    name = "begin"
     reply: ClassVar = {"u": "x", "v": "y"}
 
-    @property
-    def draws(self) -> int:
-        return int(self.settings.neumann_steps)
+    full: bool = True
 
     def start(self, m: Message) -> Any:
         return m.x, m.y
 
     def step(self, at: Any, oracle: Oracle, batch: Any) -> Any:
         x, y = at
-        return local_hypergradient(oracle, x, y, batch, self.settings)
+        return self.local_directions(oracle, x, y, batch)
 
     def finish(self, d: Any) -> dict[str, Any]:
         return dict(zip(("u", "v"), d, strict=True))
 
 
-class Descend(Phase):
+class Descend(LocalHypergradients):
     """tau_i steps: u <- (1 - w) u + w d_x, v <- (1 - w) v + w d_y, then x <- x - lr_x u, y <- y - lr_y v."""
 
-    steps = "local"
+    name = "descend"
     reply: ClassVar = {"dx": "x", "dy": "y", "du": "x", "dv": "y"}
 
-    @property
-    def draws(self) -> int:
-        return int(self.settings.neumann_steps)
+    steps: Steps = "local"
+    lr_x: Number
+    lr_y: Number
+    momentum_weight: float
 
     def start(self, m: Message) -> Local:
         sent = Point(m.x, m.y, m.u, m.v)
         return Local(sent, sent)
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
-        h, (x, y, u, v) = self.settings, c.here
-        w = h.momentum_weight
-        d_x, d_y = local_hypergradient(oracle, x, y, batch, h)
-        u, v = (1 - w) * u + w * d_x, (1 - w) * v + w * d_y
-        return c._replace(here=Point(oracle.project_x(x - h.lr_x * u), y - h.lr_y * v, u, v))
+        x, y, u, v = c.here
+        w = self.momentum_weight
+        d_x, d_y = self.local_directions(oracle, x, y, batch)
+        u = (1 - w) * u + w * d_x
+        v = (1 - w) * v + w * d_y
+        return c._replace(here=Point(oracle.project_x(x - self.lr_x * u), y - self.lr_y * v, u, v))
 
     def finish(self, c: Local) -> dict[str, Any]:
         return {f"d{name}": here - start for name, here, start in zip("xyuv", c.here, c.start, strict=True)}
@@ -109,7 +109,7 @@ class LocalBSGM(Algorithm):
     """
 
     solves = "local"
-    phases: ClassVar = {"begin": Begin, "descend": Descend}
+    local_phase: ClassVar[type[Descend]] = Descend
 
     lr_x: Step = 0.02
     lr_y: Step = 0.05
@@ -129,22 +129,40 @@ class LocalBSGM(Algorithm):
     def iterate(self, s: State, fed: Federation) -> State:
         S = fed.sample()
         if not s.begun:
-            r = fed.ask("begin", S, x=s.x, y=s.y)
+            r = fed.ask(self.begin(), S, x=s.x, y=s.y)
             s = s._replace(u=r.mean("u"), v=r.mean("v"), begun=True)
-        r = fed.ask("descend", S, x=s.x, y=s.y, u=s.u, v=s.v)
+        r = fed.ask(self.descend(), S, x=s.x, y=s.y, u=s.u, v=s.v)
         x, y = fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy")
         return State(x, y, s.u + r.mean("du"), s.v + r.mean("dv"), begun=True)
+
+    def begin(self) -> Begin:
+        return Begin(
+            neumann_lr=self.neumann_lr,
+            neumann_steps=self.neumann_steps,
+            truncation=self.truncation,
+        )
+
+    def descend(self) -> Descend:
+        return self.local_phase(
+            lr_x=self.lr_x,
+            lr_y=self.lr_y,
+            momentum_weight=self.momentum_weight,
+            neumann_lr=self.neumann_lr,
+            neumann_steps=self.neumann_steps,
+            truncation=self.truncation,
+        )
 
 
 class DescendStorm(Descend):
     """tau_i steps: x <- x - lr_x u, y <- y - lr_y v, then u <- d_x(new) + (1 - w) (u - d_x(old)), v alike."""
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
-        h, (x, y, u, v) = self.settings, c.here
-        old = local_hypergradient(oracle, x, y, batch, h)
-        x, y = oracle.project_x(x - h.lr_x * u), y - h.lr_y * v
-        new = local_hypergradient(oracle, x, y, batch, h)
-        u, v = storm(new, (u, v), old, h.momentum_weight)
+        x, y, u, v = c.here
+        old = self.local_directions(oracle, x, y, batch)
+        x = oracle.project_x(x - self.lr_x * u)
+        y = y - self.lr_y * v
+        new = self.local_directions(oracle, x, y, batch)
+        u, v = storm(new, (u, v), old, self.momentum_weight)
         return c._replace(here=Point(x, y, u, v))
 
 
@@ -158,4 +176,4 @@ class LocalBSGVR(LocalBSGM):
     both evaluations on the same batches B and with the same random truncation. Departures as in `LocalBSGM`.
     """
 
-    phases: ClassVar = {"begin": Begin, "descend": DescendStorm}
+    local_phase: ClassVar[type[Descend]] = DescendStorm

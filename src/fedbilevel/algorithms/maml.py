@@ -32,24 +32,24 @@ class Adapt(Episodes):
 
     reply: ClassVar = {"dx": "x", "dy": "y"}
 
-    settings: MAML
+    inner_lr: float
+    inner_steps: int
+    first_order: bool = False
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
-        h = self.settings
-
         def adapted(x: Tree, y: Tree) -> tuple[Tree, Tree]:
-            for _ in range(h.inner_steps):
+            for _ in range(self.inner_steps):
                 g_x, g_y = oracle.lower_gradients(x, y, batch)
-                x, y = oracle.project_x(x - h.inner_lr * g_x), y - h.inner_lr * g_y
+                x, y = oracle.project_x(x - self.inner_lr * g_x), y - self.inner_lr * g_y
             return x, y
 
         def outer(x: Tree, y: Tree) -> Tensor:
             return oracle.upper(*adapted(x, y), batch)
 
-        if h.first_order:
+        if self.first_order:
             d_x, d_y = oracle.upper_gradients(*adapted(x, y), batch)
         else:
-            oracle.gradients += 1 + 2 * h.inner_steps  # the way back: grad f, and a Hessian product an inner step
+            oracle.gradients += 1 + 2 * self.inner_steps  # the way back: grad f, and a Hessian product an inner step
             d_x, d_y = grad(outer, argnums=(0, 1))(x, y)
         return {"dx": d_x, "dy": d_y}
 
@@ -74,7 +74,6 @@ class MAML(Algorithm):
 
     solves = "single"
     lower_levels = ("private",)
-    phases: ClassVar = {"episodes": Adapt}
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05
@@ -91,5 +90,6 @@ class MAML(Algorithm):
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
-        r = fed.ask("episodes", fed.sample(), x=s.x, y=s.y)
+        adapt = Adapt(inner_lr=self.inner_lr, inner_steps=self.inner_steps, first_order=self.first_order)
+        r = fed.ask(adapt, fed.sample(), x=s.x, y=s.y)
         return State(fed.problem.project(s.x - self.lr_x * r.mean("dx")), s.y - self.lr_y * r.mean("dy"))

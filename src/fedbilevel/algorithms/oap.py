@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.algorithms import register
-from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State
+from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, Training, TrainOnEpisodes
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.submodel import budget, held_mean, magnitudes, maskable
 from fedbilevel.federation.base import Federation
@@ -45,6 +45,23 @@ def deal(largest: Pick, core: float, t: int) -> Pick:
     return pick
 
 
+class MaskedTraining(Training):
+    """Steps on the weights that a client's mask m_i holds: w <- w - lr m_i grad g_i(w m_i)."""
+
+    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
+        d_x, d_y = gradients(x.map(torch.mul, part["x"]), y.map(torch.mul, part["y"]))
+        x = x - self.lr_x * d_x.map(torch.mul, part["x"])
+        return x, y - self.lr_y * d_y.map(torch.mul, part["y"])
+
+
+class TrainMasked(MaskedTraining, Train):
+    """On batches."""
+
+
+class TrainMaskedOnEpisodes(MaskedTraining, TrainOnEpisodes):
+    """On episodes."""
+
+
 @register("oap")
 @dataclass(frozen=True, kw_only=True)
 class OAP(FedAvg):
@@ -66,6 +83,8 @@ class OAP(FedAvg):
     """
 
     submodels = True
+    on_batches = TrainMasked
+    on_episodes = TrainMaskedOnEpisodes
 
     core: float = 0.002
 
@@ -82,17 +101,13 @@ class OAP(FedAvg):
         w, each = maskable(fed.problem, s.x, s.y), []
         everything = {name: torch.ones_like(t, dtype=torch.bool) for name, t in {**s.x, **s.y}.items()}
         order = magnitudes(w).argsort(descending=True, stable=True)
-        pick = deal(lambda axis, total, count, group: order[:count], self.core, fed.ledger.iterations)
+        pick = deal(lambda axis, total, count, group: order[:count], self.core, fed.iteration)
         for place, ratios in enumerate(fed.capacities(S)):
             held = torch.zeros_like(order, dtype=torch.bool)
             held[pick("", len(order), min(budget(w, s.x, ratios), len(order)), place)] = True
             mask = {**everything, **unflatten(held, w)}
             each.append({"x": Tree({name: mask[name] for name in s.x}), "y": Tree({name: mask[name] for name in s.y})})
         return each
-
-    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
-        d_x, d_y = gradients(x.map(torch.mul, part["x"]), y.map(torch.mul, part["y"]))
-        return x - self.lr_x * d_x.map(torch.mul, part["x"]), y - self.lr_y * d_y.map(torch.mul, part["y"])
 
 
 @register("oap-structured")
@@ -110,5 +125,5 @@ class OAPStructured(HeteroFL):
 
     def hold(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
         axes = fed.problem.axes
-        pick = deal(importance(axes, {**s.x, **s.y}), self.core, fed.ledger.iterations)
+        pick = deal(importance(axes, {**s.x, **s.y}), self.core, fed.iteration)
         return choose(axes, s.x, s.y, pick, fed.capacities(S), groups=range(len(S)))

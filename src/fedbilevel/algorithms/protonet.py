@@ -71,7 +71,6 @@ class ProtoNet(Algorithm):
 
     solves = "single"
     lower_levels = ("private",)
-    phases: ClassVar = {"episodes": Prototypes}
 
     lr_x: Step = 0.05
 
@@ -84,5 +83,5 @@ class ProtoNet(Algorithm):
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
-        h = fed.ask("episodes", fed.sample(), x=s.x, y=s.y).mean("h")
+        h = fed.ask(Prototypes(), fed.sample(), x=s.x, y=s.y).mean("h")
         return State(fed.problem.project(s.x - self.lr_x * h), s.y)

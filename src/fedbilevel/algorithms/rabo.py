@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, local_steps, own_hypergradient, settle
+from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, own_hypergradient, settle
 from fedbilevel.algorithms.submodel import Policy, check_policy, cut
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Number, Phase
 from fedbilevel.linear import directional, neumann_sum
 from fedbilevel.oracle import AnyBatch, Embedded, Oracle
-from fedbilevel.phase import Epochs
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.rng import fold_in, normal
 from fedbilevel.schedules import Step
@@ -31,34 +31,63 @@ class State(NamedTuple):
     z: Tree
 
 
-class LocalHypergradient(Once):
+class Lower(LowerRound):
+    """T steps y_i <- y_i - lr_y grad_y g_i."""
+
+    name = "lower"
+
+    lower: Literal["svrg", "sgd"] = "sgd"
+
+
+class Exact(Phase):
+    """Estimates with second derivatives."""
+
+    neumann_lr: float
+    neumann_steps: int
+
+    def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
+        """H_i, with the client's own Hessian."""
+        return own_hypergradient(oracle, x, y, batch, self.neumann_steps, self.neumann_lr)
+
+    def global_directions(self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
+        """d_x = grad_x f_i - d2xy g_i z and d_z = d2yy g_i z - grad_y f_i."""
+        d_z = oracle.hessian_product(x, y, z, batch) - oracle.upper_gradient_y(x, y, batch)
+        return oracle.hypergradient(x, y, z, batch), d_z
+
+
+class LocalHypergradient(Exact, Once):
     """H_i at the point that was sent."""
 
+    name = "hypergradient"
     reply: ClassVar = {"h": "x"}
 
     def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
-        return {"h": self.settings.local_hypergradient(oracle, m["x"], m["y"], oracle.embed(m["x"], batch))}
+        return {"h": self.local_hypergradient(oracle, m["x"], m["y"], oracle.embed(m["x"], batch))}
 
 
-class GlobalDirections(Once):
-    """d_x = grad_x f_i - d2xy g_i z and d_z = d2yy g_i z - grad_y f_i."""
+class GlobalDirections(Exact, Once):
+    """d_x and d_z at the point that was sent."""
 
+    name = "directions"
     reply: ClassVar = {"dx": "x", "dz": "y"}
 
     def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
-        d_x, d_z = self.settings.global_directions(oracle, m["x"], m["y"], m["z"], oracle.embed(m["x"], batch))
+        d_x, d_z = self.global_directions(oracle, m["x"], m["y"], m["z"], oracle.embed(m["x"], batch))
         return {"dx": d_x, "dz": d_z}
 
 
-class Hypergradients(Episodes):
+class Hypergradients(Exact, Episodes):
     """T steps on y from the shared start, then H_i there."""
 
     reply: ClassVar = {"h": "x", "dy": "y"}
 
+    lr_y: Number
+    inner_steps: int
+
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
         episode = oracle.embed(x, batch)
-        settled = settle(oracle, x, y, episode, self.settings.inner_steps, self.settings.lr_y)
-        return {"h": self.settings.local_hypergradient(oracle, x, settled, episode), "dy": settled - y}
+        settled = settle(oracle, x, y, episode, self.inner_steps, self.lr_y)
+        return {"h": self.local_hypergradient(oracle, x, settled, episode), "dy": settled - y}
 
 
 @register("rabo")
@@ -88,13 +117,9 @@ class RABO(Algorithm):
     solves = "local"
     lower_levels = ("shared", "private")
     submodels = True
-    lower: ClassVar = "sgd"
-    phases: ClassVar = {
-        "lower": LowerRound,
-        "hypergradient": LocalHypergradient,
-        "directions": GlobalDirections,
-        "episodes": Hypergradients,
-    }
+    on_clients: ClassVar[type[LocalHypergradient]] = LocalHypergradient
+    on_the_server: ClassVar[type[GlobalDirections]] = GlobalDirections
+    on_episodes: ClassVar[type[Hypergradients]] = Hypergradients
 
     lr_x: Step = 0.05
     lr_y: Step = 0.1
@@ -129,32 +154,78 @@ class RABO(Algorithm):
         S = fed.sample()
         parts = cut(fed, S, s.x, s.y, self.policy, self.segments)
         if fed.problem.lower_level == "private":
-            r = fed.ask("episodes", S, submodels=parts, x=s.x, y=s.y)
+            r = fed.ask(self.episodes(), S, submodels=parts, x=s.x, y=s.y)
             return State(self.descend(s.x, r.coverage_mean("h"), fed), s.y + r.coverage_mean("dy"), s.z)
-        y = s.y + fed.ask("lower", S, submodels=parts, x=s.x, y=s.y).coverage_mean("dy")
+        lower = Lower(lr_y=self.lr_y, steps=self.lower_steps or "local")
+        y = s.y + fed.ask(lower, S, submodels=parts, x=s.x, y=s.y).coverage_mean("dy")
         if self.hypergradient == "local":
-            r = fed.ask("hypergradient", S, submodels=parts, x=s.x, y=y)
+            r = fed.ask(self.on_clients(**self.estimates()), S, submodels=parts, x=s.x, y=y)
             return State(self.descend(s.x, r.coverage_mean("h"), fed), y, s.z)
-        r = fed.ask("directions", S, submodels=parts, x=s.x, y=y, z=s.z)
+        r = fed.ask(self.on_the_server(**self.estimates()), S, submodels=parts, x=s.x, y=y, z=s.z)
         z = project(s.z - self.lr_z * r.coverage_mean("dz"), self.radius)
         return State(self.descend(s.x, r.coverage_mean("dx"), fed), y, z)
 
     def descend(self, x: Tree, d: Tree, fed: Federation) -> Tree:
         return fed.problem.project(x - self.lr_x * d)
 
-    @property
-    def inner_steps(self) -> int:
-        """T on one episode, whose support set is one batch: a step is an epoch."""
-        steps = local_steps(self.lower_steps)
-        return steps.passes if isinstance(steps, Epochs) else int(steps)
+    def estimates(self) -> dict[str, Any]:
+        """How clients estimate products with the inverse Hessian."""
+        return {"neumann_lr": self.neumann_lr, "neumann_steps": self.neumann_steps}
+
+    def episodes(self) -> Hypergradients:
+        """An episode's support set is one batch, so that a step is an epoch."""
+        steps = int(str(self.lower_steps).split()[0])
+        return self.on_episodes(lr_y=self.lr_y, inner_steps=steps, **self.estimates())
+
+
+class Differences(Exact):
+    """Estimates with differences of gradients in the place of second derivatives."""
+
+    estimator: Literal["directional", "response", "printed"]
+    directions: int
+    width: float
 
     def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        return own_hypergradient(oracle, x, y, batch, self.neumann_steps, self.neumann_lr)
+        if self.estimator == "response":
+            return self.response_hypergradient(oracle, x, y, batch)
+        v = oracle.upper_gradient_y(x, y, batch)
+        if self.estimator == "printed":
+            return oracle.difference_hypergradient(x, y, -v, batch, self.width)
+        product = directional(lambda y: oracle.lower_gradient_y(x, y, batch), y, self.width)
+        p = neumann_sum(product, v, self.neumann_steps, self.neumann_lr)
+        return oracle.difference_hypergradient(x, y, p, batch, self.width)
+
+    def response_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
+        raw = batch.raw if isinstance(batch, Embedded) else batch
+
+        def response(x: Tree) -> Tree:
+            return settle(oracle, x, y, oracle.embed(x, raw), self.neumann_steps, self.neumann_lr)
+
+        h, v = oracle.upper_gradients(x, y, batch)
+        y_n = response(x)
+        for p in range(self.directions):
+            key = fold_in(fold_in(raw.rng, 3), p)  # type: ignore[arg-type]
+            e = unflatten(normal(key, (x.numel,), flatten(x).dtype), x)
+            width = self.width / norm(e)
+            h = h + e * (dot(response(x + e * width) - y_n, v) / (width * self.directions))
+        return h
 
     def global_directions(self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
-        """d_x and d_z."""
-        d_z = oracle.hessian_product(x, y, z, batch) - oracle.upper_gradient_y(x, y, batch)
-        return oracle.hypergradient(x, y, z, batch), d_z
+        product = directional(lambda y: oracle.lower_gradient_y(x, y, batch), y, self.width)
+        d_z = product(z) - oracle.upper_gradient_y(x, y, batch)
+        return oracle.difference_hypergradient(x, y, z, batch, self.width), d_z
+
+
+class LocalHypergradientByDifferences(Differences, LocalHypergradient):
+    """H_i at the point that was sent."""
+
+
+class GlobalDirectionsByDifferences(Differences, GlobalDirections):
+    """d_x and d_z at the point that was sent."""
+
+
+class HypergradientsByDifferences(Differences, Hypergradients):
+    """T steps on y from the shared start, then H_i there."""
 
 
 @register("rafbo")
@@ -179,6 +250,10 @@ class RAFBO(RABO):
     Departures from print: those of `RABO`; the default estimator is ours, the printed one has no coordinate loop.
     """
 
+    on_clients = LocalHypergradientByDifferences
+    on_the_server = GlobalDirectionsByDifferences
+    on_episodes = HypergradientsByDifferences
+
     estimator: Literal["directional", "response", "printed"] = "directional"
     directions: int = 10
     width: float = 3e-3
@@ -191,31 +266,6 @@ class RAFBO(RABO):
         if self.hypergradient == "global" and self.estimator != "directional":
             raise ValueError(f"estimator is {self.estimator!r}; with hypergradient 'global' it must be 'directional'")
 
-    def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        if self.estimator == "response":
-            return self.response_hypergradient(oracle, x, y, batch)
-        v = oracle.upper_gradient_y(x, y, batch)
-        if self.estimator == "printed":
-            return oracle.difference_hypergradient(x, y, -v, batch, self.width)
-        product = directional(lambda y: oracle.lower_gradient_y(x, y, batch), y, self.width)
-        p = neumann_sum(product, v, self.neumann_steps, self.neumann_lr)
-        return oracle.difference_hypergradient(x, y, p, batch, self.width)
-
-    def response_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        raw = batch.raw if isinstance(batch, Embedded) else batch
-
-        def response(x: Tree) -> Tree:
-            return settle(oracle, x, y, oracle.embed(x, raw), self.neumann_steps, self.neumann_lr)
-
-        (h, v), y_n = oracle.upper_gradients(x, y, batch), response(x)
-        for p in range(self.directions):
-            key = fold_in(fold_in(raw.rng, 3), p)  # type: ignore[arg-type]
-            e = unflatten(normal(key, (x.numel,), flatten(x).dtype), x)
-            width = self.width / norm(e)
-            h = h + e * (dot(response(x + e * width) - y_n, v) / (width * self.directions))
-        return h
-
-    def global_directions(self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
-        product = directional(lambda y: oracle.lower_gradient_y(x, y, batch), y, self.width)
-        d_z = product(z) - oracle.upper_gradient_y(x, y, batch)
-        return oracle.difference_hypergradient(x, y, z, batch, self.width), d_z
+    def estimates(self) -> dict[str, Any]:
+        own = {"estimator": self.estimator, "directions": self.directions, "width": self.width}
+        return {**super().estimates(), **own}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
+from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.linear import neumann_sum
 from fedbilevel.oracle import AnyBatch, Oracle
-from fedbilevel.phase import Epochs, Message, Phase, Steps
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, integers
 from fedbilevel.tree import Tree, zeros_like
@@ -21,10 +21,6 @@ from fedbilevel.tree import Tree, zeros_like
 
 class Once(Phase):
     """One evaluation at the point m that was sent: its `step` makes the reply."""
-
-    @property
-    def full(self) -> bool:  # type: ignore[override]
-        return bool(self.settings.as_coded)
 
     def start(self, m: Message) -> Any:
         return {name: value for name, value in vars(m).items() if name != "steps"}
@@ -36,6 +32,7 @@ class Once(Phase):
 class LowerGradient(Once):
     """q_i = grad_y g_i(x, y)."""
 
+    name = "gradient"
     fixed_x = True
     batch = "train"
     reply: ClassVar = {"q": "y"}
@@ -47,6 +44,7 @@ class LowerGradient(Once):
 class UpperGradientY(Once):
     """v_i = grad_y f_i(x, y)."""
 
+    name = "start"
     fixed_x = True
     batch = "val"
     reply: ClassVar = {"v": "y"}
@@ -58,6 +56,7 @@ class UpperGradientY(Once):
 class HessianProduct(Once):
     """d2yy g_i(x, y) v."""
 
+    name = "product"
     fixed_x = True
     batch = "train"
     reply: ClassVar = {"hv": "y"}
@@ -69,6 +68,7 @@ class HessianProduct(Once):
 class Hypergradient(Once):
     """h_i = grad_x f_i(x, y) - d2xy g_i(x, y) p."""
 
+    name = "hypergradient"
     batch = "both"
     reply: ClassVar = {"h": "x"}
 
@@ -86,11 +86,17 @@ class Walk(NamedTuple):
 
 
 class Corrected(Phase):
-    """Local steps that are corrected by the gradient at the start, on the same batch."""
+    """Local steps that are corrected by the gradient at the start, on the same batch.
+
+    as_coded: as in the published code of FedNest, where that gradient draws another dropout mask and
+    a step at the start evaluates a correction that is 0.
+    """
+
+    as_coded: bool = False
 
     def snapshot(self, batch: Batch) -> Batch:
-        """The batch for that gradient; the published code of FedNest draws another dropout mask for it."""
-        if not self.settings.as_coded or not isinstance(batch.rng, Tensor):
+        """The batch for the gradient at the start."""
+        if not self.as_coded or not isinstance(batch.rng, Tensor):
             return batch
         return batch._replace(rng=fold_in(batch.rng, 77))
 
@@ -98,31 +104,31 @@ class Corrected(Phase):
 class LowerRound(Corrected):
     """tau_i steps y_i <- y_i - lr_y (grad_y g_i(x, y_i; b) - grad_y g_i(x, y; b) + q); replies with y_i - y.
 
-    The SVRG type, as written; the SGD type drops the correction and takes no q.
+    The SVRG type, as written; the SGD type drops the correction and takes no q. At y_i = y the
+    correction leaves q alone, and the first step evaluates nothing.
     """
 
+    name = "lower_round"
     fixed_x = True
     batch = "train"
     reply: ClassVar = {"dy": "y"}
 
-    @property
-    def steps(self) -> Steps:  # type: ignore[override]
-        return local_steps(self.settings.lower_steps)
+    lr_y: Number
+    lower: Literal["svrg", "sgd"] = "svrg"
 
     def start(self, m: Message) -> Walk:
-        return Walk(m.y, m.y, m.x, m.q if self.settings.lower == "svrg" else ())
+        return Walk(m.y, m.y, m.x, m.q if self.lower == "svrg" else ())
 
     def first(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
-        """At y_i = y the correction leaves q alone; the published code of FedNest evaluates it all the same."""
-        if self.settings.lower == "sgd" or self.settings.as_coded:
+        if self.lower == "sgd" or self.as_coded:
             return self.step(c, oracle, batch)
-        return c._replace(here=c.here - self.settings.lr_y * c.direction)
+        return c._replace(here=c.here - self.lr_y * c.direction)
 
     def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
         d = oracle.lower_gradient_y(c.other, c.here, batch)
-        if self.settings.lower == "svrg":
+        if self.lower == "svrg":
             d = d - oracle.lower_gradient_y(c.other, c.start, self.snapshot(batch)) + c.direction
-        return c._replace(here=c.here - self.settings.lr_y * d)
+        return c._replace(here=c.here - self.lr_y * d)
 
     def finish(self, c: Walk) -> dict[str, Any]:
         return {"dy": c.here - c.start}
@@ -134,28 +140,23 @@ class UpperRound(Corrected):
     Only the direct part is corrected: the indirect one would need the global Hessian at x_i.
     """
 
-    @property
-    def full(self) -> bool:  # type: ignore[override]
-        return bool(self.settings.as_coded)
-
+    name = "upper_round"
     batch = "val"
     reply: ClassVar = {"dx": "x"}
 
-    @property
-    def steps(self) -> Steps:  # type: ignore[override]
-        return local_steps(self.settings.upper_steps)
+    lr_x: Number
 
     def start(self, m: Message) -> Walk:
         return Walk(m.x, m.x, m.y, m.h)
 
     def first(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
         """At x_i = x the correction is zero."""
-        return c._replace(here=oracle.project_x(c.here - self.settings.lr_x * c.direction))
+        return c._replace(here=oracle.project_x(c.here - self.lr_x * c.direction))
 
     def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
         there = oracle.upper_gradient_x(c.start, c.other, self.snapshot(batch))
         here = oracle.upper_gradient_x(c.here, c.other, batch)
-        return c._replace(here=oracle.project_x(c.here - self.settings.lr_x * (c.direction - there + here)))
+        return c._replace(here=oracle.project_x(c.here - self.lr_x * (c.direction - there + here)))
 
     def finish(self, c: Walk) -> dict[str, Any]:
         return {"dx": c.here - c.start}
@@ -173,7 +174,9 @@ class Visit(NamedTuple):
 class Episodes(Phase):
     """As many episodes as local steps, each at the point that was sent; replies with the means of what they give."""
 
-    steps = "local"
+    name = "episodes"
+
+    steps: Steps = "local"
 
     @abstractmethod
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]: ...
@@ -187,13 +190,6 @@ class Episodes(Phase):
 
     def finish(self, c: Visit) -> dict[str, Any]:
         return {name: total / c.steps for name, total in c.sums.items()}
-
-
-def local_steps(setting: int | str | None) -> Steps:
-    """A method's own number of local steps: the environment's (None), a number, or "5 epochs"."""
-    if isinstance(setting, str):
-        return Epochs(int(setting.split()[0]))
-    return "local" if setting is None else setting
 
 
 def storm(new: Iterable[Tree], momenta: Iterable[Tree], old: Iterable[Tree], weight: float) -> list[Tree]:
@@ -229,10 +225,25 @@ def random_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Bat
     return oracle.hypergradient(x, y, p, batch)
 
 
-def local_hypergradient(oracle: Oracle, x: Tree, y: Tree, batches: Any, h: Any) -> tuple[Tree, Tree]:
-    """A client's own hypergradient, by `h.truncation`, and lower gradient: grad_x f_i - d2xy g_i p_i and grad_y g_i."""
-    if h.truncation == "sum":
-        d_x = own_hypergradient(oracle, x, y, batches[0], len(batches), h.neumann_lr)
-    else:
-        d_x = random_hypergradient(oracle, x, y, batches, h.neumann_lr)
-    return d_x, oracle.lower_gradient_y(x, y, batches[0])
+class LocalHypergradients(Phase):
+    """What phases with local hypergradients share: their estimate of [d2yy g_i]^-1 grad_y f_i.
+
+    truncation: "random", lambda J times a product of J' random factors, J' uniform on {0 .. J-1}, or
+    "sum", the Neumann sum of J terms; J = `neumann_steps`, lambda = `neumann_lr`.
+    """
+
+    neumann_lr: float
+    neumann_steps: int
+    truncation: Literal["random", "sum"] = "random"
+
+    @property
+    def draws(self) -> int:
+        return self.neumann_steps
+
+    def local_directions(self, oracle: Oracle, x: Tree, y: Tree, batches: Any) -> tuple[Tree, Tree]:
+        """A client's own hypergradient grad_x f_i - d2xy g_i p_i, and its lower gradient grad_y g_i."""
+        if self.truncation == "sum":
+            d_x = own_hypergradient(oracle, x, y, batches[0], len(batches), self.neumann_lr)
+        else:
+            d_x = random_hypergradient(oracle, x, y, batches, self.neumann_lr)
+        return d_x, oracle.lower_gradient_y(x, y, batches[0])

@@ -13,8 +13,8 @@ from torch import Tensor
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
-from fedbilevel.phase import Message, Phase
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, norm, project, zeros_like
@@ -39,40 +39,42 @@ class Local(NamedTuple):
 class Descend(Phase):
     """tau_i steps on x, y and z at once (eq. 3); replies with the sums of the directions (eq. 4)."""
 
-    steps = "local"
+    name = "descend"
     batch = "both"
     reply: ClassVar = {"qx": "x", "qy": "y", "qz": "y"}
 
-    settings: SimFBO
+    steps: Steps = "local"
+    lr_x: Number
+    lr_y: Number
+    lr_z: Number
+    damping: float = 0.0
+    independent_batches: bool = False
 
     @property
     def draws(self) -> int:
-        return 3 if self.settings.independent_batches else 1
+        return 3 if self.independent_batches else 1
 
     def start(self, m: Message) -> Local:
         return Local(m.x, m.y, m.z, Directions(zeros_like(m.x), zeros_like(m.y), zeros_like(m.z)), m.steps)
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
-        h = self.settings
         d = self.directions(c, oracle, batch)
         return Local(
-            x=oracle.project_x(c.x - h.lr_x * d.x),
-            y=c.y - h.lr_y * d.y,
-            z=c.z - h.lr_z * d.z,
+            x=oracle.project_x(c.x - self.lr_x * d.x),
+            y=c.y - self.lr_y * d.y,
+            z=c.z - self.lr_z * d.z,
             q=Directions(c.q.x + d.x, c.q.y + d.y, c.q.z + d.z),
             steps=c.steps,
         )
 
     def directions(self, c: Local, oracle: Oracle, batch: Any) -> Directions:
-        h = self.settings
-        if not h.independent_batches:
-            return oracle.directions(c.x, c.y, c.z, batch, h.damping)
+        if not self.independent_batches:
+            return oracle.directions(c.x, c.y, c.z, batch, self.damping)
         for_y, for_z, for_x = batch
-        return Directions(
-            x=oracle.upper_gradient_x(c.x, c.y, for_x) - oracle.cross_product(c.x, c.y, c.z, for_x),
-            y=oracle.lower_gradient_y(c.x, c.y, for_y),
-            z=oracle.hessian_product(c.x, c.y, c.z, for_z) + h.damping * c.z - oracle.upper_gradient_y(c.x, c.y, for_z),
-        )
+        d_x = oracle.upper_gradient_x(c.x, c.y, for_x) - oracle.cross_product(c.x, c.y, c.z, for_x)
+        d_y = oracle.lower_gradient_y(c.x, c.y, for_y)
+        hessian_z = oracle.hessian_product(c.x, c.y, c.z, for_z) + self.damping * c.z
+        return Directions(d_x, d_y, hessian_z - oracle.upper_gradient_y(c.x, c.y, for_z))
 
     def finish(self, c: Local) -> dict[str, Any]:
         return {"qx": c.q.x, "qy": c.q.y, "qz": c.q.z}
@@ -100,7 +102,7 @@ class SimFBO(Algorithm):
     system. Defaults are the paper's for MNIST.
     """
 
-    phases: ClassVar = {"descend": Descend}
+    local_phase: ClassVar[type[Descend]] = Descend
 
     lr_x: Step = 0.05
     lr_y: Step = 0.2
@@ -116,8 +118,17 @@ class SimFBO(Algorithm):
         x, y = problem.start
         return State(x, y, zeros_like(y))
 
+    def descend(self) -> Descend:
+        return self.local_phase(
+            lr_x=self.lr_x,
+            lr_y=self.lr_y,
+            lr_z=self.lr_z,
+            damping=self.damping,
+            independent_batches=self.independent_batches,
+        )
+
     def iterate(self, s: State, fed: Federation) -> State:
-        r = fed.ask("descend", fed.sample(), x=s.x, y=s.y, z=s.z)
+        r = fed.ask(self.descend(), fed.sample(), x=s.x, y=s.y, z=s.z)
         z = s.z - self.server_lr_z * r.mean("qz")
         fed.record(projection_active=norm(z) > self.radius)
         return State(
@@ -149,10 +160,10 @@ class ShroFBO(SimFBO):
     is estimated from C.
     """
 
-    phases: ClassVar = {"descend": DescendMean}
+    local_phase: ClassVar[type[Descend]] = DescendMean
 
     def iterate(self, s: State, fed: Federation) -> State:
-        r = fed.ask("descend", fed.sample(), x=s.x, y=s.y, z=s.z)
+        r = fed.ask(self.descend(), fed.sample(), x=s.x, y=s.y, z=s.z)
         rho = r.mean("steps")
         z = s.z - rho * self.server_lr_z * r.mean("hz")
         fed.record(projection_active=norm(z) > self.radius)

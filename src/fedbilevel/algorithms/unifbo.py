@@ -12,11 +12,11 @@ from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.simfbo import DescendMean, Local
+from fedbilevel.algorithms.simfbo import Local
 from fedbilevel.algorithms.submodel import cut
 from fedbilevel.federation.base import Federation
+from fedbilevel.federation.phase import Message, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
-from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
 from fedbilevel.tree import Tree, norm, project, zeros_like
@@ -39,14 +39,25 @@ class State(NamedTuple):
     idle: Any = ()
 
 
-class Look(DescendMean):
+class Look(Phase):
     """d on tau_i batches at the point that was sent; replies with the means h_i."""
 
-    settings: UniFBO  # type: ignore[assignment]
+    name = "look"
+    reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y"}
+
+    steps: Steps = "local"
+    damping: float = 0.0
+
+    def start(self, m: Message) -> Local:
+        zeros = Directions(zeros_like(m.x), zeros_like(m.y), zeros_like(m.z))
+        return Local(m.x, m.y, m.z, zeros, m.steps)
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
-        d = self.directions(c, oracle, batch)
+        d = oracle.directions(c.x, c.y, c.z, batch, self.damping)
         return c._replace(q=Directions(c.q.x + d.x, c.q.y + d.y, c.q.z + d.z))
+
+    def finish(self, c: Local) -> dict[str, Any]:
+        return {"hx": c.q.x / c.steps, "hy": c.q.y / c.steps, "hz": c.q.z / c.steps}
 
 
 class LookAlone(Look):
@@ -85,8 +96,6 @@ class UniFBO(Algorithm):
     divided by sqrt(1 + the mean age of what they said, in iterations), and models are whole.
     """
 
-    independent_batches: ClassVar[bool] = False
-
     lr_x: Step = 0.02
     lr_y: Step = 0.02
     lr_z: Step = 0.02
@@ -99,10 +108,6 @@ class UniFBO(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.one_of("policy", self.policy, get_args(Policy))
-
-    @property
-    def phases(self) -> dict[str, type[Phase]]:  # type: ignore[override]
-        return {"look": Look if self.barrier else LookAlone}
 
     @property
     def submodels(self) -> bool:  # type: ignore[override]
@@ -132,13 +137,13 @@ class UniFBO(Algorithm):
     def ask(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...], float]:
         C = fed.sample()
         parts = cut(fed, C, s.x, s.y, self.policy)
-        r = fed.ask("look", C, submodels=parts, x=s.x, y=s.y, z=s.z)
+        r = fed.ask(Look(damping=self.damping), C, submodels=parts, x=s.x, y=s.y, z=s.z)
         mean = r.coverage_mean if any(parts) else r.mean
         return s, (mean("hx"), mean("hy"), mean("hz")), 1.0
 
     def collect(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...], float]:
-        fed.post("look", s.idle or range(len(fed)), x=s.x, y=s.y, z=s.z)
-        r, now = fed.collect(), fed.ledger.iterations
+        fed.post(LookAlone(damping=self.damping), s.idle or range(len(fed)), x=s.x, y=s.y, z=s.z)
+        r, now = fed.collect(), fed.iteration
         latest = Latest(*s.latest).renew(r, now)
         s = s._replace(latest=tuple(latest), idle=r.idle)
         if not latest.heard:

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from fedbilevel.devices import fetched
 from fedbilevel.federation import ranks
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.stacks import Sums, Values, row, weighted_sum
-from fedbilevel.phase import Phase
 from fedbilevel.problem import Problem
 from fedbilevel.submodels import Submodel
 from fedbilevel.tree import Tree, flatten, is_finite
@@ -58,6 +58,11 @@ class Federation(Protocol):
     problem: Problem
     ledger: Ledger
 
+    @property
+    def iteration(self) -> int:
+        """The number of iterations the algorithm has completed."""
+        ...
+
     def __len__(self) -> int:
         """The number of registered clients."""
         ...
@@ -84,7 +89,7 @@ class Federation(Protocol):
 
     def ask(
         self,
-        phase: str,
+        phase: Phase,
         clients: Sequence[int],
         *,
         each: Each = None,
@@ -99,7 +104,7 @@ class Federation(Protocol):
 
     def post(
         self,
-        phase: str,
+        phase: Phase,
         clients: Sequence[int],
         *,
         each: Each = None,
@@ -150,8 +155,8 @@ class Replies:
     `coverage_mean` is for submodels: in every coordinate the weighted mean over those who hold it, 0 where nobody does.
     """
 
-    def __init__(self, phase: str, place: str, role: Phase, problem: Problem) -> None:
-        self.phase, self.place, self.role, self.problem = phase, place, role, problem
+    def __init__(self, place: str, role: Phase, problem: Problem) -> None:
+        self.phase, self.place, self.role, self.problem = role.name, place, role, problem
         self.idle: list[int] = []  # clients whose task has ended, well or not: whom to send the next one
         self.refused: list[str] = []
         self._open: list[tuple[Sequence[Reply], list[str], Callable[[], Tensor]]] = []  # and which values are finite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from fedbilevel.federation.features import Tables, embedded, look_up
 from fedbilevel.federation.graphs import Graphs, Program, kinds
 from fedbilevel.federation.memories import Memories
 from fedbilevel.federation.meter import Meter
+from fedbilevel.federation.phase import Message
 from fedbilevel.federation.pool import Apart, Pool, Pools
 from fedbilevel.federation.stacks import Sums, summed
 from fedbilevel.federation.steps import Known, Lift, Steps, single, stacked
@@ -34,12 +35,8 @@ from fedbilevel.federation.work import (
     turns,
 )
 from fedbilevel.oracle import Features
-from fedbilevel.phase import Epochs, Message
 from fedbilevel.problem import ClientData, Data, Problem, leaves, like
 from fedbilevel.tree import Tree, nbytes
-
-if TYPE_CHECKING:
-    from fedbilevel.algorithms.base import Algorithm
 
 Weigh = Callable[[Sequence[int]], list[float]]
 
@@ -56,14 +53,13 @@ class Clients:
         self,
         problem: Problem,
         data: Sequence[ClientData],
-        algorithm: Algorithm,
         environment: Environment,
         device: str,
         mode: str,
         memory: int,
         compile_: bool = False,
     ) -> None:
-        self.problem, self.data, self.algorithm, self.environment = problem, data, algorithm, environment
+        self.problem, self.data, self.environment = problem, data, environment
         self.device, self.mode, self.memory = device, mode, memory
         self.memories = Memories(device, memory)  # what clients keep for themselves
         self.footprints: dict[str, int] = {}
@@ -72,7 +68,7 @@ class Clients:
         self.on_gpu = device != "cpu"
         self.pools = Pools(memory if self.on_gpu else 0, device)
         self.graphs = Graphs()
-        self.steps = Steps(problem, algorithm, mode, self.graphs if self.on_gpu else None, compile_)
+        self.steps = Steps(problem, mode, self.graphs if self.on_gpu else None, compile_)
         self.tables = Tables(problem)
 
     def mark(self) -> dict[str, Any]:
@@ -126,16 +122,16 @@ class Clients:
 
     def _chunks(self, work: list[Assignment]) -> Iterator[list[Assignment]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
-        groups: dict[tuple[Hashable, int], list[Assignment]] = defaultdict(list)
+        groups: dict[tuple[Hashable, Hashable], list[Assignment]] = defaultdict(list)
         for exchange, alike in by_exchange(work).items():
             role, size = exchange.role, exchange.batch_size(self.environment)
-            sides, epochs = SIDES[role.batch], isinstance(role.steps, Epochs)
+            sides, epochs = SIDES[role.batch], role.epochs is not None
             same = (exchange.form, "", "")
             for w in alike:
                 mine = w.each or role.remembers
                 letter = (exchange.form, form_of(w.each), form_of(self._recall(w))) if mine else same
                 form = (exchange.phase, shape(self.held[w.client], sides, size, epochs), letter)
-                groups[form, id(exchange.settings)].append(w)  # a schedule gives every iteration settings of its own
+                groups[form, exchange.role].append(w)  # a stack has one phase, numbers included
         for (kind, _), group in groups.items():
             alone = self.mode == "loop" or len(group) == 1
             size = 1 if alone else max(1, self.memory // self._footprint(repr(kind), group))
@@ -211,6 +207,7 @@ class Clients:
             "starts": {side: starts for side, (_, starts) in pools.items()},
             "lengths": [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1] if self.on_gpu else lengths,
             "features": features,
+            "numbers": sent(list(role.numbers.values()), self.device, dtype),
         }
         others = {side: Apart([getattr(d, side) for d in data]) for side in drawn if side not in pools}
 
@@ -250,10 +247,8 @@ class Clients:
 
     def _recorded(self, exchange: Exchange, program: Program, inputs: Any) -> Any:
         """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as of steps."""
-        if exchange.settings is not self.algorithm:  # a schedule's numbers would be frozen
-            return program(inputs)
         leaves, form = pytree.tree_flatten(inputs)
-        name = self.steps.name((exchange.phase, "task", form, kinds(leaves)))
+        name = self.steps.name((exchange.role.structure, "task", form, kinds(leaves)))
         if self.steps.used(name) <= RECORD_FROM:
             return program(inputs)
         where = tuple(tensor.data_ptr() for pool in self.pools.pools.values() for tensor in pool.tensors)
@@ -262,7 +257,7 @@ class Clients:
     def _embeds(self, exchange: Exchange) -> bool:
         """Whether every sample is embedded once beforehand: where x stays and every sample is looked at."""
         role = exchange.role
-        all_of_them = exchange.batch_size(self.environment) is None or isinstance(role.steps, Epochs)
+        all_of_them = exchange.batch_size(self.environment) is None or role.epochs is not None
         return role.fixed_x and all_of_them and self.problem.embeds_samples and "x" in exchange.shared
 
     def _features(self, work: list[Assignment], held: Mapping[str, Extent]) -> tuple[dict[str, Data], Took]:
@@ -310,12 +305,13 @@ class Clients:
         Step k runs on the clients that take more than k steps: on the first of the stack, or, on a GPU, on all, and
         those who are done stay where they are. There a stack of one size is worth more than the work that is saved.
         """
-        role, lengths = exchange.role, given["lengths"]
+        lengths, numbers = given["lengths"], given["numbers"].unbind()
+        role = exchange.role.with_numbers(dict(zip(exchange.role.numbers, numbers, strict=True)))
         batches = Batches(
             *(given["keys"], given["extents"], take, self.steps.fused),
             steps=lengths[0],
             draws=role.draws,
-            epochs=isinstance(role.steps, Epochs),
+            epochs=role.epochs is not None,
             paired=self.problem.lower_level == "private",
         )
 
@@ -337,7 +333,7 @@ class Clients:
             if given["features"]:
                 batch = Features(*batch) if role.draws == 1 else tuple(Features(*part) for part in batch)
             place = "step" if k else "first" if lengths[0] > 1 else "only"
-            stepped, form, more = self.steps.step(exchange, place, carry, form, batch, lift, known)
+            stepped, form, more = self.steps.step(exchange, place, carry, form, batch, numbers, lift, known)
             carry = stepped if not self.on_gpu or k < lengths[-1] else _moved(given["steps"] > k, stepped, carry)
             spent.append(spent[-1].then(more)._replace(samples=batches.samples))
         if lengths[0] == 1:

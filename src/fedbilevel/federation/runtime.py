@@ -21,9 +21,9 @@ from fedbilevel.environment import Environment
 from fedbilevel.federation.base import Each, QuorumError, Replies, Reply
 from fedbilevel.federation.batches import passes
 from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.stacks import Values
 from fedbilevel.federation.work import Assignment, Exchange, Took
-from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
 from fedbilevel.rng import fold_in, integers, root, subset
 from fedbilevel.submodels import Submodel
@@ -54,7 +54,7 @@ class Runtime(ABC):
         if clients == 0:
             raise ValueError("clients is empty; a federation needs at least one")
         self.problem, self.n = problem, clients
-        self.algorithm = self.settings = algorithm
+        self.algorithm = algorithm
         self.environment = environment or Environment()
         self.environment.check(clients)
         self.seed, self.device = checks.integer("seed", seed, least=0), device
@@ -77,6 +77,10 @@ class Runtime(ABC):
         return self.n
 
     @property
+    def iteration(self) -> int:
+        return self.ledger.iterations
+
+    @property
     @abstractmethod
     def now(self) -> float: ...
 
@@ -85,12 +89,12 @@ class Runtime(ABC):
 
     @abstractmethod
     def ask(
-        self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
+        self, phase: Phase, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
     ) -> Replies: ...
 
     @abstractmethod
     def post(
-        self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
+        self, phase: Phase, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
     ) -> None: ...
 
     @abstractmethod
@@ -176,7 +180,7 @@ class Runtime(ABC):
         """Where to put, from now on, what would make every checkpoint large."""
 
     def _assign(
-        self, phase: str, clients: Sequence[int], each: Each, submodels: Submodels, shared: Mapping[str, Any]
+        self, phase: Phase, clients: Sequence[int], each: Each, submodels: Submodels, shared: Mapping[str, Any]
     ) -> tuple[Exchange, list[Assignment]]:
         """Key the draws of each task and say how many steps it takes."""
         last = len(self) - 1
@@ -187,13 +191,11 @@ class Runtime(ABC):
         if submodels is not None and len(submodels) != len(clients):
             raise ValueError(f"submodels has {len(submodels)} entries; it must have one for each of {len(clients)}")
         now = self.ledger.rounds + 1, self.ledger.iterations
-        exchange = Exchange(phase, self.settings, shared, *now)
-        exchanges = {
-            part: Exchange(phase, self.settings, _cut(shared, part), *now, part) for part in submodels or () if part
-        }
+        exchange = Exchange(phase, shared, *now)
+        exchanges = {part: Exchange(phase, _cut(shared, part), *now, part) for part in submodels or () if part}
         numbers = torch.arange(self.assignments, self.assignments + len(clients))
         self.assignments += len(clients)
-        keys = fold_in(fold_in(root(self.seed, phase), numbers), torch.tensor(clients))
+        keys = fold_in(fold_in(root(self.seed, phase.name), numbers), torch.tensor(clients))
         taus = self._steps(exchange, keys, clients)
         own = each or [{}] * len(clients)
         held = [exchanges[part] if part else exchange for part in submodels or [None] * len(clients)]
@@ -207,10 +209,10 @@ class Runtime(ABC):
         steps = exchange.role.steps
         if steps == "local":
             return self.environment.steps(fold_in(keys, 0), clients)
-        if isinstance(steps, Epochs):
+        if (epochs := exchange.role.epochs) is not None:
             size = exchange.batch_size(self.environment)
-            return [passes(self._samples(i, exchange), size, steps.passes) for i in clients]
-        return [steps] * len(clients)
+            return [passes(self._samples(i, exchange), size, epochs) for i in clients]
+        return [int(steps)] * len(clients)
 
     def _accept(self, work: list[Assignment], values: Values, replies: Replies) -> None:
         sent = [nbytes(values) // len(work)] * len(work) if work else []

@@ -22,6 +22,7 @@ from fedbilevel.federation import ranks
 from fedbilevel.federation.base import Each, Replies, wrong
 from fedbilevel.federation.clients import Clients
 from fedbilevel.federation.losses import Losses
+from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel, chosen
 from fedbilevel.federation.stacks import Packing, Values, join, packed, row
 from fedbilevel.federation.work import Assignment, Exchange, Part, Took, on_client
@@ -90,7 +91,7 @@ class SimulatedFederation(Runtime):
             raise ValueError(
                 "compile is True, but device is 'cpu', where a compiled step is no faster; it must be False"
             )
-        self.engine = Clients(coarse, clients, algorithm, self.environment, device, self.mode, room, compile)
+        self.engine = Clients(coarse, clients, self.environment, device, self.mode, room, compile)
         self.trusting = device != "cpu" and ranks.size() == 1
         self.flying: dict[int, Assignment] = {}  # posted tasks that have not ended, by client
         self.pending: dict[int, Assignment] = {}  # those of them that are yet to be evaluated
@@ -148,7 +149,7 @@ class SimulatedFederation(Runtime):
             **super().snapshot(),
             "engines": ranks.gather(self.engine.snapshot()),
             "exchanges": [
-                (e.phase, dict(e.shared), e.round, e.iteration, dict(e.submodel.kept) if e.submodel else None)
+                (e.role.plain(), dict(e.shared), e.round, e.iteration, dict(e.submodel.kept) if e.submodel else None)
                 for e in exchanges
             ],
             "flying": [(places[id(w.exchange)], *w[1:5], dict(w.each), w.key) for w in self.flying.values()],
@@ -161,10 +162,9 @@ class SimulatedFederation(Runtime):
         def here(value: Any) -> Any:
             return pytree.tree_map(lambda t: t.to(self.device) if isinstance(t, Tensor) else t, value)
 
-        settings = {iteration: self.algorithm.at(iteration) for *_, iteration, _ in snapshot["exchanges"]}
         axes, total = self.problem.axes, units(self.problem.axes, {**self.problem.x, **self.problem.y})
         exchanges = [
-            Exchange(phase, settings[iteration], here(shared), round_, iteration, kept and Submodel(axes, total, kept))
+            Exchange(Phase.load(phase), here(shared), round_, iteration, kept and Submodel(axes, total, kept))
             for phase, shared, round_, iteration, kept in snapshot["exchanges"]
         ]
         work = [
@@ -184,11 +184,11 @@ class SimulatedFederation(Runtime):
         self.engine.restore(snapshot["engines"])
 
     def ask(
-        self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
+        self, phase: Phase, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
     ) -> Replies:
         exchange, work = self._assign(phase, clients, each, submodels, shared)
-        self.ledger.phase(phase).rounds += 1
-        replies = Replies(phase, str(exchange), exchange.role, self.problem)
+        self.ledger.phase(phase.name).rounds += 1
+        replies = Replies(str(exchange), exchange.role, self.problem)
         self._send(work)
         endings = self._endings(work, self.now + (self.environment.deadline or float("inf")))
         lost = {ending.number for ending in endings if ending.lost}
@@ -242,14 +242,14 @@ class SimulatedFederation(Runtime):
             yield Part([tasks[number] for number in numbers], took, size, ranks.sent(values, self.device))
 
     def post(
-        self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
+        self, phase: Phase, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
     ) -> None:
         for client, times in Counter(clients).items():
             if client in self.flying or times > 1:
                 raise RuntimeError(f"client {client} would have two tasks in flight; it can have one at a time")
         for other in itertools.islice(self.flying.values(), 1):
-            if other.exchange.phase != phase:
-                raise RuntimeError(f"phase {phase!r} must wait: tasks of {other.exchange.phase!r} are in flight")
+            if other.exchange.phase != phase.name:
+                raise RuntimeError(f"phase {phase.name!r} must wait: tasks of {other.exchange.phase!r} are in flight")
         _, work = self._assign(phase, clients, each, submodels, shared)
         self._send(work)
         now = [Ending(self.now, w.number, 0, w.client, False) for w in work]
@@ -267,7 +267,7 @@ class SimulatedFederation(Runtime):
         first = next(iter(self.flying.values())).exchange
         self.ledger.phase(first.phase).rounds += 1
         place = f"phase {first.phase!r}, round {self.ledger.rounds}"
-        replies = Replies(first.phase, place, first.role, self.problem)
+        replies = Replies(place, first.role, self.problem)
         while self.endings and len(replies) < count:
             arrived: list[Assignment] = []
             while self.endings and len(replies) + len(arrived) < count:

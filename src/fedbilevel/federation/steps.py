@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +14,12 @@ from torch.utils import _pytree as pytree
 from fedbilevel.federation.base import log
 from fedbilevel.federation.graphs import Graphs, kinds
 from fedbilevel.federation.meter import Meter
+from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.work import Exchange, Took, first_line
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Problem
 from fedbilevel.trace import Flat, compiled, trace
 from fedbilevel.tree import nbytes
-
-if TYPE_CHECKING:
-    from fedbilevel.algorithms.base import Algorithm
 
 TRACE_FROM = 50  # uses of a step; a trace costs about as much as it saves in that many
 TRACE_BELOW = 8e9  # operations of a stack on a CPU: a step of more spends its time on those, traced or not
@@ -35,10 +33,8 @@ class Steps:
     """Runs and measures the parts of an algorithm's tasks. graphs: of a GPU, where a step is traced while it is
     recorded and runs as it is written otherwise; None on a CPU."""
 
-    def __init__(
-        self, problem: Problem, algorithm: Algorithm, mode: str, graphs: Graphs | None, compile_: bool
-    ) -> None:
-        self.problem, self.algorithm, self.mode, self.graphs = problem, algorithm, mode, graphs
+    def __init__(self, problem: Problem, mode: str, graphs: Graphs | None, compile_: bool) -> None:
+        self.problem, self.mode, self.graphs = problem, mode, graphs
         self.compile, self.trace = compile_, compiled if compile_ else trace
         self.measured: dict[str, tuple[int, int]] = {}  # operations and bytes of each kind of part, for one client
         self.uses: dict[str, int] = {}  # of each kind of part, by a stack of one size
@@ -77,7 +73,12 @@ class Steps:
         That is measured once, by running the first client of the stack alone: a stack holds more than its clients
         would, and a trace leaves out what is computed for nothing.
         """
-        key = (exchange.phase, place, form, tuple((value.shape, value.stride(), value.dtype) for value in values))
+        key = (
+            exchange.role.structure,
+            place,
+            form,
+            tuple((value.shape, value.stride(), value.dtype) for value in values),
+        )
         if key not in self.parts:
             one = (*key[:3], tuple((value.shape[1:], value.dtype) for value in values))
             self.parts[key] = self.name(key), self.name(one)
@@ -125,6 +126,7 @@ class Steps:
         carry: list[Tensor],
         form: pytree.TreeSpec,
         batch: Any,
+        numbers: Sequence[Tensor],
         lift: Lift,
         known: Known,
     ) -> tuple[list[Tensor], pytree.TreeSpec, Took]:
@@ -135,26 +137,35 @@ class Steps:
         resumed run makes the same choice, and so the same bits, as one that was never stopped.
         """
         drawn, drawn_form = pytree.tree_flatten(batch)
-        values, oracle, role = [*carry, *drawn], Oracle(self.problem), exchange.role
-        step, after = role.step if place == "step" else role.first, form
+        values, oracle, after = [*carry, *drawn], Oracle(self.problem), form
+        names = list(exchange.role.numbers)
 
-        def one(*values: Tensor) -> Any:
-            c, b = values[: len(carry)], values[len(carry) :]
-            return step(pytree.tree_unflatten(c, form), oracle, pytree.tree_unflatten(b, drawn_form))
+        def bound(numbers: Sequence[Tensor]) -> tuple[Phase, Callable[..., Any]]:
+            """The phase with its numbers, and the function of one client that is to be run."""
+            role = exchange.role.with_numbers(dict(zip(names, numbers, strict=True)))
+            step = role.step if place == "step" else role.first
+
+            def one(*values: Tensor) -> Any:
+                c, b = values[: len(carry)], values[len(carry) :]
+                return step(pytree.tree_unflatten(c, form), oracle, pytree.tree_unflatten(b, drawn_form))
+
+            return role, one
 
         def flat(*values: Tensor) -> list[Tensor]:
             nonlocal after
             oracle.gradients = 0  # a trace may take two passes
+            role, one = bound(values[len(carry) + len(drawn) :])
             whole = (lambda *values: role.finish(one(*values))) if place == "only" else one
-            leaves, after = pytree.tree_flatten(lift(whole)(*values))
+            leaves, after = pytree.tree_flatten(lift(whole)(*values[: len(carry) + len(drawn)]))
             return leaves
 
         def plainly() -> tuple[list[Tensor], pytree.TreeSpec, Took]:
-            stepped = flat(*values)
+            stepped = flat(*values, *numbers)
             return stepped, form if after == form else after, took._replace(gradients=oracle.gradients)
 
         key = (place, id(form), tuple((value.shape, value.stride()) for value in values))
         if key not in known:  # with its form, so that no other gets that id
+            role, one = bound(numbers)
             name, took = self._use(exchange, place, one, values, (form, drawn_form))
             if place == "only":
                 if name not in self.finishes:
@@ -163,19 +174,18 @@ class Steps:
                 took = took.then(self.finishes[name])
             known[key] = form, name, took
         _, name, took = known[key]
-        moving = exchange.settings is not self.algorithm  # a schedule's numbers would be frozen into the trace
         large = not self.graphs and took.flops * len(values[0]) > TRACE_BELOW
-        if self.mode == "loop" or moving or large or (self.graphs and not self.graphs.recording):
+        if self.mode == "loop" or large or (self.graphs and not self.graphs.recording):
             return plainly()
         if self.used(name) <= TRACE_FROM and not self.graphs:
             return plainly()
         blank = [] if self.graphs or place == "step" else [j for j, value in enumerate(carry) if _is_blank(value)]
-        given = [value for j, value in enumerate(values) if j not in blank]
+        given = [*(value for j, value in enumerate(values) if j not in blank), *numbers]
 
         def filled(*given: Tensor) -> list[Tensor]:
             rest = iter(given)
-            zeros = (torch.zeros(v.shape, dtype=v.dtype) if j in blank else next(rest) for j, v in enumerate(values))
-            return flat(*zeros)
+            zeros = [torch.zeros(v.shape, dtype=v.dtype) if j in blank else next(rest) for j, v in enumerate(values)]
+            return flat(*zeros, *rest)
 
         what, kind = f"phase {exchange.phase!r}", f"{name}{blank or ''}"
         if (found := self._traced(kind, what, lambda: (self.trace(filled, given), after, oracle.gradients))) is None:

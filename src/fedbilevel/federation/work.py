@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
 from fedbilevel.federation.base import ClientError
+from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.stacks import Sums, Values
-from fedbilevel.phase import Phase
 from fedbilevel.submodels import Submodel
 from fedbilevel.tree import Tree
-
-if TYPE_CHECKING:
-    from fedbilevel.algorithms.base import Algorithm
 
 
 class Exchange:
@@ -24,16 +21,14 @@ class Exchange:
 
     def __init__(
         self,
-        phase: str,
-        settings: Algorithm,
+        phase: Phase,
         shared: Mapping[str, Any],
         round_: int,
         iteration: int,
         submodel: Submodel | None = None,
     ) -> None:
-        self.phase, self.settings, self.shared = phase, settings, shared
+        self.role, self.phase, self.shared = phase, phase.name, shared
         self.round, self.iteration, self.submodel = round_, iteration, submodel
-        self.role: Phase = settings.phases[phase](settings)
         self.form = form_of(shared)
 
     def batch_size(self, environment: Environment) -> int | None:

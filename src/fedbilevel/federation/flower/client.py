@@ -24,6 +24,7 @@ from fedbilevel.federation.base import log
 from fedbilevel.federation.clients import Clients
 from fedbilevel.federation.flower.wire import WireError, decode, encode, one_line
 from fedbilevel.federation.losses import ClientLosses
+from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.work import Assignment, Exchange
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import ClientData
@@ -81,12 +82,12 @@ class Worker:
         self.config, task = _load(json.dumps(table), name, node.device, node.data_dir)
         self.problem = task.problem.to(node.device)
         self.data = self._data(task)
-        environment, algorithm = self.config.environment, self.config.algorithm
+        environment = self.config.environment
         episode = environment.batch_size if self.problem.lower_level == "private" else None
         self.problem.check(self.data, node.device, episode)
         held: Any = {self.client: self.data}
         coarse = self.problem.rounded(self.config.experiment.runtime.precision)
-        self.engine = Clients(coarse, held, algorithm, environment, node.device, "loop", 2**31)
+        self.engine = Clients(coarse, held, environment, node.device, "loop", 2**31)
         self.memory = Path(platformdirs.user_state_dir("fedbilevel"), job, f"client-{self.client}.safetensors")
         self.losses: dict[int, ClientLosses] = {}
 
@@ -107,13 +108,11 @@ class Worker:
 
     def run(self, task: dict[str, Any]) -> dict[str, Any]:
         """The reply to one task, and what it took."""
-        algorithm = self.config.algorithm
-        phase = checks.one_of("phase", task["phase"], algorithm.phases)
+        phase = Phase.load(task["phase"])
         number, steps, key = (checks.integer(name, task[name], least=-(2**63)) for name in ("number", "steps", "key"))
         round_, iteration = (checks.integer(name, task[name], least=0) for name in ("round", "iteration"))
         shared, each = self._here(task["shared"]), self._here(task["each"])
-        settings = algorithm.at(iteration)
-        exchange = Exchange(phase, settings, shared, round_, iteration, self._submodel(task["kept"]))
+        exchange = Exchange(phase, shared, round_, iteration, self._submodel(task["kept"]))
         work = Assignment(exchange, number, 0, self.client, checks.integer("steps", steps, least=1), each, key)
         remembers = exchange.role.remembers
         before = self._recall(number) if remembers else {}

@@ -28,10 +28,10 @@ from fedbilevel.federation import losses
 from fedbilevel.federation.base import Each, QuorumError, Replies, log, wrong
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.flower.wire import WireError, decode, encode, one_line
+from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.runtime import Runtime, Submodels, by_submodel
 from fedbilevel.federation.stacks import Values, join
 from fedbilevel.federation.work import Assignment, Exchange, Took
-from fedbilevel.phase import Epochs
 from fedbilevel.problem import Problem
 from fedbilevel.tree import Tree, flatten, nbytes, norm
 
@@ -119,7 +119,7 @@ class FlowerFederation(Runtime):
         self.refusals: dict[int, int] = {}
         self.aside: list[int] = []
         self.flying: dict[int, Flight] = {}  # posted tasks by their number
-        self.lost: list[tuple[int, str]] = []  # clients whose posted tasks went down with a server, and the phase
+        self.lost: list[tuple[int, dict[str, Any]]] = []  # clients whose tasks a server lost, phases
         self.names: dict[int, str] = {}  # what nodes with keys are registered as
         self.looked = 0.0
         self.started, self.patience_s = False, self.conduct.wait_s
@@ -250,12 +250,12 @@ class FlowerFederation(Runtime):
         node = self.members.node.get(w.client)
         if node is None or w.client in self.aside:
             return
-        if isinstance(e.role.steps, Epochs):  # now it is known how much data it has
+        if e.role.epochs is not None:  # now it is known how much data it has
             w = flight.work = w._replace(steps=self._steps(e, torch.empty(0), [w.client])[0])
         content = encode(
             job=self.job,
             table=self.table,
-            phase=e.phase,
+            phase=e.role.plain(),
             number=w.number,
             steps=w.steps,
             key=w.key,
@@ -361,12 +361,12 @@ class FlowerFederation(Runtime):
     # What algorithms call
 
     def ask(
-        self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
+        self, phase: Phase, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
     ) -> Replies:
         self.begin()
         exchange, work = self._assign(phase, clients, each, submodels, shared)
-        self.ledger.phase(phase).rounds += 1
-        replies = Replies(phase, str(exchange), exchange.role, self.problem)
+        self.ledger.phase(phase.name).rounds += 1
+        replies = Replies(str(exchange), exchange.role, self.problem)
         due = time.monotonic() + self.conduct.deadline_s
         flights = {w.number: Flight(w, due) for w in work}
         ended: list[Ended] = []
@@ -377,15 +377,15 @@ class FlowerFederation(Runtime):
         return self._quorum(len(work), replies)
 
     def post(
-        self, phase: str, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
+        self, phase: Phase, clients: Sequence[int], *, each: Each = None, submodels: Submodels = None, **shared: Any
     ) -> None:
         self.begin()
         busy = {flight.work.client: flight.work.exchange.phase for flight in self.flying.values()}
         for client, times in Counter(clients).items():
             if client in busy or times > 1:
                 raise RuntimeError(f"client {client} would have two tasks in flight; it can have one at a time")
-        for other in set(busy.values()) - {phase}:
-            raise RuntimeError(f"phase {phase!r} must wait: tasks of {other!r} are in flight")
+        for other in set(busy.values()) - {phase.name}:
+            raise RuntimeError(f"phase {phase.name!r} must wait: tasks of {other!r} are in flight")
         _, work = self._assign(phase, clients, each, submodels, shared)
         due = time.monotonic() + self.conduct.deadline_s
         self.flying |= {w.number: Flight(w, due) for w in work}
@@ -393,14 +393,15 @@ class FlowerFederation(Runtime):
             self._send(self.flying[w.number])
 
     def collect(self, count: int | None = None) -> Replies:
-        phases = [flight.work.exchange.phase for flight in self.flying.values()] + [phase for _, phase in self.lost]
+        phases = [flight.work.exchange.role for flight in self.flying.values()]
+        phases += [Phase.load(plain) for _, plain in self.lost]
         if not phases:
             raise RuntimeError("nothing is in flight, so nothing can be collected; post a task first")
         count = self.environment.cohort(len(self)) if count is None else checks.integer("count", count, least=1)
         self._wait(self.environment.min_replies, frozenset())
-        phase, role = phases[0], self.settings.phases[phases[0]](self.settings)
-        self.ledger.phase(phase).rounds += 1
-        replies = Replies(phase, f"phase {phase!r}, round {self.ledger.rounds}", role, self.problem)
+        name = phases[0].name
+        self.ledger.phase(name).rounds += 1
+        replies = Replies(f"phase {name!r}, round {self.ledger.rounds}", phases[0], self.problem)
         replies.idle += [client for client, _ in self.lost]
         self.lost = []
         while self.flying and len(replies) < count:
@@ -451,7 +452,7 @@ class FlowerFederation(Runtime):
         return {"upper_loss": upper, "lower_loss": lower}
 
     def snapshot(self) -> dict[str, Any]:
-        flying = [(flight.work.client, flight.work.exchange.phase) for flight in self.flying.values()]
+        flying = [(flight.work.client, flight.work.exchange.role.plain()) for flight in self.flying.values()]
         own = {"lost": [*self.lost, *flying], "now": self.now, "samples": dict(self.members.samples)}
         return {**super().snapshot(), **own}
 
