@@ -60,7 +60,7 @@ def in_process(config: configs.Config, warm_up: int = 0) -> tuple[float, float]:
 def warm_nodes(config: configs.Config) -> tuple[float, float]:
     """Seconds a round on warm nodes, and bytes on the wire over those of the tensors."""
     from fedbilevel.cli.federation import serve
-    from fedbilevel.federation.flower.deployment import Deployment
+    from fedbilevel.deploy.flower.deployment import Deployment
 
     relays: list[Relay] = []
 

@@ -10,9 +10,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from fedbilevel import algorithms, delays, linear, memory, nets, schedules, tasks
 from fedbilevel.diagnosis import check
 from fedbilevel.environment import Environment
-from fedbilevel.federation import SimulatedFederation
 from fedbilevel.hypergradient import finite_difference, hypergradient, solve_lower
 from fedbilevel.problem import Batch, ClientData, Problem, split_module
+from fedbilevel.simulation import simulated_federation
 from fedbilevel.solve import Result, solve
 from fedbilevel.tree import Tree
 
@@ -26,7 +26,6 @@ __all__ = [
     "Environment",
     "Problem",
     "Result",
-    "SimulatedFederation",
     "Tree",
     "algorithms",
     "check",
@@ -37,6 +36,7 @@ __all__ = [
     "load_run",
     "nets",
     "schedules",
+    "simulated_federation",
     "solve",
     "solve_lower",
     "split_module",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,15 +13,14 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel import checks, soundness
 from fedbilevel.advice import Measures, Report
-from fedbilevel.algorithms import SimFBO
 from fedbilevel.environment import Environment
-from fedbilevel.federation import SimulatedFederation
-from fedbilevel.federation.losses import Losses
-from fedbilevel.federation.steps import single, stacked
+from fedbilevel.execution.lift import lifted, single, stacked
+from fedbilevel.execution.losses import Losses
+from fedbilevel.federation.task import on_client
 from fedbilevel.hypergradient import line_search
 from fedbilevel.linear import CG, MatVec
 from fedbilevel.oracle import AnyBatch, Oracle
-from fedbilevel.problem import Batch, ClientData, Problem
+from fedbilevel.problem import Batch, ClientData, Problem, client_weights
 from fedbilevel.soundness import random_unit
 from fedbilevel.spectrum import extreme_eigenvalues
 from fedbilevel.tree import Tree, dot, flatten, norm, zeros_like
@@ -33,9 +33,8 @@ POOLED = Batch()  # a sample has its own data
 class Sample(Oracle):
     """The oracle of the pooled problem on some of its data: F, and G + ridge/2 ||y - y_0||^2 with y_0 the start."""
 
-    def __init__(self, fed: SimulatedFederation) -> None:
-        super().__init__(fed.problem)
-        losses = Losses(fed, CLIENTS, SAMPLES)
+    def __init__(self, problem: Problem, losses: Losses) -> None:
+        super().__init__(problem)
         self.client, self.groups, self.ridge = losses.oracle, losses.groups, 0.0
 
     def upper(self, x: Tree, y: Tree, batch: AnyBatch = POOLED) -> Tensor:
@@ -54,7 +53,8 @@ class Sample(Oracle):
         for weights, batch in self.groups:
             for part in (slice(first, first + count) for first in range(0, len(weights), count)):
                 p = torch.tensor(weights[part]).to(next(iter(self.problem.y.values())))
-                yield p, pytree.tree_map(lambda t, part=part: t[part], batch), single if len(p) == 1 else stacked
+                lift = functools.partial(lifted, single if len(p) == 1 else stacked)
+                yield p, pytree.tree_map(lambda t, part=part: t[part], batch), lift
 
     def hessian(self, x: Tree, y: Tree) -> tuple[Tree, MatVec]:
         """grad_y G, and products with d2yy G that share its graph."""
@@ -70,22 +70,35 @@ def check(
     rounds: int = 1000,
     weights: str | Sequence[float] = "uniform",
     seed: int = 0,
+    mode: Literal["stack", "loop"] = "stack",
 ) -> Report:
     """Is the problem well posed, and which settings suit a run of so many rounds?
 
     Curvatures and hypergradients are those of G + ridge/2 ||y - y_0||^2 at the start's x, with ridge = L / rounds: of
     what is flatter, a run of so many gradient steps sees nothing. At most 20 clients and about 2,048 samples a level
-    are read. What is wrong with the problem is told in the report's `warnings`, not raised.
+    are read, one by one with mode="loop". What is wrong with the problem is told in the report's `warnings`, not
+    raised.
     """
     checks.integer("rounds", rounds, least=1)
-    return diagnose(SimulatedFederation(problem, clients, SimFBO(), environment, weights=weights, seed=seed), rounds)
-
-
-def diagnose(fed: SimulatedFederation, rounds: int) -> Report:
-    """`check`, of a federation."""
-    if fed.problem.lower_level == "private":
+    checks.integer("seed", seed, least=0)
+    if len(clients) == 0:
+        raise ValueError("clients is empty; a federation needs at least one")
+    if problem.lower_level == "private":
         raise ValueError("check solves one lower level for all; this problem's is private, one an episode")
-    sample, (x, y) = Sample(fed), fed.problem.start
+    environment = environment or Environment()
+    environment.check(len(clients))
+    device = str(next(iter(problem.x.values())).device)
+    with on_client(0, "before round 1"):
+        problem.check(clients[0], device)
+    p = client_weights(weights, clients)
+    stack = checks.one_of("mode", mode, ("stack", "loop")) == "stack"
+    read = {"clients": CLIENTS, "samples": SAMPLES}
+    losses = Losses(problem, clients, p, environment, seed=seed, device=device, stack=stack, **read)
+    return _diagnose(Sample(problem, losses), len(clients), environment, rounds)
+
+
+def _diagnose(sample: Sample, clients: int, environment: Environment, rounds: int) -> Report:
+    x, y = sample.problem.start
     warnings = soundness.batch_norms(sample.client, x, y, pytree.tree_map(lambda t: t[0], sample.groups[0][1]))
     beside = y + 0.1 * (1 + float(norm(y))) * random_unit(y)  # at the start, derivatives may vanish by accident
     wrong = soundness.wrong_derivatives(sample, x, beside, POOLED)
@@ -100,7 +113,7 @@ def diagnose(fed: SimulatedFederation, rounds: int) -> Report:
                 sample.ridge = 4 * sample.ridge or 1 / rounds
         else:
             wrong += [f"the lower level could not be solved, even with a ridge of {sample.ridge:.2g}"] if usable else []
-    where = f"measured on {sum(len(p) for p, _ in sample.groups)} of {len(fed)} clients"
+    where = f"measured on {sum(len(p) for p, _ in sample.groups)} of {clients} clients"
     if measured:
         where += f", at the start's x and a y where ||grad_y G|| is {measured.left:.0e} of the start's"
         if ridge := measured.missing_ridge:
@@ -108,7 +121,7 @@ def diagnose(fed: SimulatedFederation, rounds: int) -> Report:
                 f"the lower level is not strongly convex in y (its smallest curvature is {measured.mu:.2g}): "
                 f"add a ridge of at least {ridge:.2g}"
             )
-    return Report(measured, [*warnings, *wrong], rounds, fed.environment, where)
+    return Report(measured, [*warnings, *wrong], rounds, environment, where)
 
 
 def _measure(sample: Sample, x: Tree, start: Tree, rounds: int) -> Measures:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedbilevel import algorithms, checks, devices
+from fedbilevel import algorithms, checks, devices, ranks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.environment import Environment
-from fedbilevel.federation import QuorumError, SimulatedFederation, ranks
-from fedbilevel.federation.runtime import Runtime
+from fedbilevel.federation import Federation, QuorumError
+from fedbilevel.federation.ledger import Elapsed
 from fedbilevel.memory import at_rest
 from fedbilevel.problem import ClientData, Problem
+from fedbilevel.simulation import simulated_federation
 from fedbilevel.tree import Tree, is_finite
 
 Evaluate = Callable[[Tree, Tree], Mapping[str, float]]
@@ -46,7 +48,8 @@ class Run:
 
     def __init__(
         self,
-        fed: Runtime,
+        algorithm: Algorithm,
+        fed: Federation,
         limits: Amounts,
         evaluate: Evaluate | None = None,
         every: Amounts | None = None,
@@ -56,8 +59,10 @@ class Run:
         for unit, amount in [*self.limits.items(), *self.every.items()]:
             checks.one_of("unit", unit, UNITS)
             checks.non_negative(unit, amount)
+        algorithm.check(fed.problem, fed.environment)
+        self.algorithm = algorithm
         self.fed, self.evaluate, self.target = fed, evaluate, target
-        self.state = fed.algorithm.init(fed.problem)
+        self.state = algorithm.init(fed.problem)
         self.good = self.state
         self.history: list[dict[str, Any]] = []
         self.status, self.reason = "completed", ""
@@ -75,7 +80,7 @@ class Run:
             "rounds": totals["rounds"],
             "bytes": totals["bytes_up"] + totals["bytes_down"],
             **{unit: totals[unit] for unit in ("samples", "gradients", "flops")},
-            "virtual_s": self.fed.ledger.virtual_s,
+            "virtual_s": self.fed.now,
             "wall_s": self.fed.ledger.wall_s,
         }
 
@@ -91,7 +96,8 @@ class Run:
             try:
                 self.advance()
                 if self._finished() or self._due(spent):
-                    self._clocked(self.fed.settle)
+                    with self._clocked():
+                        self.fed.settle()
             except QuorumError as error:
                 self.status, self.reason = "diverged", str(error)
             except KeyboardInterrupt:
@@ -119,24 +125,23 @@ class Run:
 
     def advance(self) -> None:
         """One iteration."""
-        self._clocked(self._advance)
+        with self._clocked():
+            settings = self.algorithm.at(self.fed.iteration)
+            self.state = settings.iterate(self.state, self.fed)
+            self.fed.iteration += 1
 
-    def _advance(self) -> None:
-        settings = self.fed.algorithm.at(self.fed.iteration)
-        self.state = settings.iterate(self.state, self.fed)
-        self.fed.ledger.iterations += 1
-
-    def _clocked(self, act: Callable[[], None]) -> None:
+    @contextmanager
+    def _clocked(self) -> Iterator[None]:
         started = time.perf_counter()
-        act()
-        self.fed.ledger.wall_s += max(ranks.gather(time.perf_counter() - started))
+        yield
+        self.fed.ledger.book(Elapsed(max(ranks.gather(time.perf_counter() - started))))
 
     def _measure(self) -> dict[str, Any]:
         """Evaluate, and judge whether the run has diverged."""
-        ledger, x, y = self.fed.ledger, self.state.x, self.state.y
-        costs = ledger.totals()
-        metrics: dict[str, Any] = {"round": costs.pop("rounds"), "iteration": ledger.iterations, **costs}
-        metrics |= {"virtual_s": ledger.virtual_s, "wall_s": ledger.wall_s}
+        x, y = self.state.x, self.state.y
+        costs = self.fed.ledger.totals()
+        metrics: dict[str, Any] = {"round": costs.pop("rounds"), "iteration": self.fed.iteration, **costs}
+        metrics |= {"virtual_s": self.fed.now, "wall_s": self.fed.ledger.wall_s}
         metrics |= {**ranks.first(lambda: self.fed.losses(x, y)), **self.fed.records()}
         if self.evaluate and is_finite((x, y)):
             evaluate = self.evaluate
@@ -171,7 +176,7 @@ def solve(
     weights: str | Sequence[float] = "uniform",
     seed: int = 0,
     device: str = "cpu",
-    federation: Runtime | None = None,
+    federation: Federation | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     evaluate: Evaluate | None = None,
@@ -181,26 +186,23 @@ def solve(
 
     rounds: a budget of communication rounds; no iteration starts once it is reached. device: cpu, cuda, or auto.
     evaluate(x, y) returns a dict of numbers that is added to the metrics, before round 0 and at the end of the first
-    iteration at or after each multiple of `every`. federation: instead of the one that is made from algorithm ("simfbo"
-    by default), environment, weights and seed. out: the run leaves a folder (metrics, checkpoint, summary);
+    iteration at or after each multiple of `every`. algorithm: "simfbo" by default. federation: instead of a simulated
+    one that is made from environment, weights and seed. out: the run leaves a folder (metrics, checkpoint, summary);
     `resume=True` goes on with the one in it.
     """
     if resume and out is None:
         raise ValueError("resume is True but out is not given; a run goes on in its folder")
+    method = algorithms.get(algorithm)() if isinstance(algorithm, str) else algorithm or algorithms.SimFBO()
     if federation is None:
-        device = devices.chosen(device)
-        method = algorithms.get(algorithm)() if isinstance(algorithm, str) else algorithm or algorithms.SimFBO()
-        device = ranks.device(device)
-        fed: Runtime = SimulatedFederation(
-            problem.to(device), clients, method, environment, weights=weights, seed=seed, device=device
+        device = ranks.device(devices.chosen(device))
+        federation = simulated_federation(
+            problem.to(device), clients, environment, weights=weights, seed=seed, device=device
         )
-    elif algorithm is not None or environment is not None:
-        raise ValueError("federation is given and so is algorithm or environment; a federation has its own")
-    else:
-        fed = federation
+    elif environment is not None:
+        raise ValueError("federation is given and so is environment; a federation has its own")
     checks.integer("rounds", rounds, least=0)
     checks.integer("every", every, least=1)
-    run = Run(fed, {"rounds": rounds}, evaluate, {"rounds": every})
+    run = Run(method, federation, {"rounds": rounds}, evaluate, {"rounds": every})
     for _ in run if out is None else _recorded(run, Path(out), resume):
         pass
     return run.result
@@ -214,7 +216,7 @@ def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
     config = {
         "title": "started from Python",
         "task": {"name": "python"},
-        "algorithm": {"name": fed.algorithm.name, **_plain(fed.algorithm)},
+        "algorithm": {"name": run.algorithm.name, **_plain(run.algorithm)},
         "environment": _plain(fed.environment),
         "rounds": run.limits["rounds"],
         "every": run.every,

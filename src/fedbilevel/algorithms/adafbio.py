@@ -16,7 +16,7 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.localbsg import Begin
 from fedbilevel.algorithms.rounds import LocalHypergradients, storm
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Steps
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Problem

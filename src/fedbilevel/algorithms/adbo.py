@@ -16,7 +16,7 @@ from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import Once
-from fedbilevel.federation.base import Federation, Replies
+from fedbilevel.federation import Federation, Replies
 from fedbilevel.federation.phase import Message, Number, Phase
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem

@@ -18,7 +18,7 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import HessianProduct, Hypergradient, UpperGradientY
 from fedbilevel.algorithms.simfbo import DescendMean
-from fedbilevel.federation.base import Federation, Replies
+from fedbilevel.federation import Federation, Replies
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.linear import neumann_sum, random_product
 from fedbilevel.oracle import Oracle

@@ -15,7 +15,7 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import own_hypergradient
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem

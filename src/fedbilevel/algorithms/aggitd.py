@@ -20,7 +20,7 @@ from fedbilevel.algorithms.rounds import (
     UpperGradientY,
     UpperRound,
 )
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 from fedbilevel import checks
-from fedbilevel.federation.base import Federation
+from fedbilevel.environment import Environment
+from fedbilevel.federation import Federation
 from fedbilevel.problem import Problem
 from fedbilevel.tree import Tree
 
@@ -92,11 +93,16 @@ class Algorithm(ABC):
         moving = {step: value(t) for step in self._steps() if callable(value := getattr(self, step))}
         return dataclasses.replace(self, **moving) if moving else self
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem, environment: Environment) -> None:
+        """Refuse a problem that this method does not solve, or conditions that it cannot meet."""
         if problem.lower_level not in self.lower_levels:
             raise ValueError(
                 f"{self.name} is for a {self.lower_levels[0]} lower level; this problem's is {problem.lower_level}"
             )
+        if environment.submodels and not self.submodels:
+            raise ValueError(f"capacity is {environment.capacity}, but {self.name} trains whole models; it must be 1")
+        if environment.submodels and not problem.axes:
+            raise ValueError(f"capacity is {environment.capacity}, but this problem names no axes to cut; it must be 1")
 
     @abstractmethod
     def init(self, problem: Problem) -> Any:

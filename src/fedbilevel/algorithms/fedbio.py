@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import storm
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.problem import Batch, Problem

@@ -19,7 +19,7 @@ from fedbilevel.algorithms.rounds import (
     random_hypergradient,
     settle,
 )
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Number
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
@@ -107,13 +107,13 @@ class FedMBO(Algorithm):
             y = y - self.lr_y * fed.ask(LowerGradient(), S, x=x, y=y).mean("q")
         lengths = [fed.draw(N) for _ in S]
         starts = fed.ask(ChainStart(), self.anyone(fed, len(S)), x=x, y=y)
-        r = {reply.place: lam * N * reply.weight * reply.values["v"] for reply in starts}
+        r = {reply.position: lam * N * reply.weight * reply.values["v"] for reply in starts}
         for k in range(1, max(lengths) + 1):
             busy = [j for j in r if lengths[j] >= k]
             if busy:
                 each = [{"v": r[j]} for j in busy]
                 for reply in fed.ask(ChainProduct(), self.anyone(fed, len(busy)), x=x, y=y, each=each):
-                    j = busy[reply.place]
+                    j = busy[reply.position]
                     r[j] = r[j] - lam * reply.weight * reply.values["hv"]
         each = [{"p": chain} for chain in r.values()]
         h = fed.ask(Hypergradient(), self.anyone(fed, len(r)), x=x, y=y, each=each).mean("h")

@@ -23,7 +23,7 @@ from fedbilevel.algorithms.rounds import (
     Walk,
     own_hypergradient,
 )
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase
 from fedbilevel.linear import neumann_sum, random_product
 from fedbilevel.oracle import Oracle

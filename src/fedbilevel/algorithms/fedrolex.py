@@ -13,7 +13,7 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.fedavg import State
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.submodel import cut
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.submodels import Submodel
 
 

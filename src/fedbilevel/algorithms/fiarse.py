@@ -16,7 +16,7 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, Training, TrainOnEpisodes
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.submodel import budget, cut, held_mean, magnitudes, maskable
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.submodels import Submodel
 from fedbilevel.tree import Tree
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.fedavg import FedAvg, State
 from fedbilevel.algorithms.submodel import cut
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.submodels import Submodel
 
 

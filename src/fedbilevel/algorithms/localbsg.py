@@ -12,7 +12,7 @@ from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import LocalHypergradients, storm
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Steps
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Problem

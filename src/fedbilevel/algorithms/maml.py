@@ -15,7 +15,7 @@ from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import Episodes
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step

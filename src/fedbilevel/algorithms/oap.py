@@ -19,7 +19,7 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, Training, TrainOnEpisodes
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.submodel import budget, held_mean, magnitudes, maskable
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.submodels import Pick, Submodel, choose, importance
 from fedbilevel.tree import Tree, unflatten
 
@@ -92,8 +92,8 @@ class OAP(FedAvg):
         S = fed.sample()
         masks = self.masks(s, fed, S)
         r = fed.ask(self.phase(fed), S, x=s.x, y=s.y, each=[{"part": mask} for mask in masks])
-        dx = held_mean(fed, r, "dx", [masks[reply.place]["x"] for reply in r])
-        dy = held_mean(fed, r, "dy", [masks[reply.place]["y"] for reply in r])
+        dx = held_mean(fed, r, "dx", [masks[reply.position]["x"] for reply in r])
+        dy = held_mean(fed, r, "dy", [masks[reply.position]["y"] for reply in r])
         return self.move(s, dx, dy, fed)
 
     def masks(self, s: State, fed: Federation, S: Sequence[int]) -> list[dict[str, Tree]]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import Episodes
-from fedbilevel.federation.base import Federation
+from fedbilevel.environment import Environment
+from fedbilevel.federation import Federation
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
@@ -74,8 +75,8 @@ class ProtoNet(Algorithm):
 
     lr_x: Step = 0.05
 
-    def check(self, problem: Problem) -> None:
-        super().check(problem)
+    def check(self, problem: Problem, environment: Environment) -> None:
+        super().check(problem, environment)
         if problem.embed is None:
             raise ValueError("protonet compares features; this problem has no embed to give them")
 

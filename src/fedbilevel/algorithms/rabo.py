@@ -13,7 +13,8 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, own_hypergradient, settle
 from fedbilevel.algorithms.submodel import Policy, check_policy, cut
-from fedbilevel.federation.base import Federation
+from fedbilevel.environment import Environment
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Number, Phase
 from fedbilevel.linear import directional, neumann_sum
 from fedbilevel.oracle import AnyBatch, Embedded, Oracle
@@ -137,8 +138,8 @@ class RABO(Algorithm):
         checks.one_of("hypergradient", self.hypergradient, ("local", "global"))
         check_policy(self.policy, self.segments)
 
-    def check(self, problem: Problem) -> None:
-        super().check(problem)
+    def check(self, problem: Problem, environment: Environment) -> None:
+        super().check(problem, environment)
         if problem.lower_level == "private" and (self.hypergradient == "global" or self.lower_steps is None):
             key = "hypergradient" if self.hypergradient == "global" else "lower_steps"
             raise ValueError(

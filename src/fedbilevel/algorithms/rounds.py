@@ -182,7 +182,8 @@ class Episodes(Phase):
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]: ...
 
     def start(self, m: Message) -> Visit:
-        return Visit(m.x, m.y, {name: zeros_like(getattr(m, kind)) for name, kind in self.reply.items()}, m.steps)
+        sums = {name: zeros_like(getattr(m, str(kind))) for name, kind in self.reply.items()}
+        return Visit(m.x, m.y, sums, m.steps)
 
     def step(self, c: Visit, oracle: Oracle, batch: Batch) -> Visit:
         found = self.episode(oracle, c.x, c.y, batch)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.federation.base import Federation
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.problem import Problem

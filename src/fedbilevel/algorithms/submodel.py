@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel import checks
-from fedbilevel.federation.base import Federation, Replies, coverage
+from fedbilevel.federation import Federation, Replies
+from fedbilevel.federation.replies import coverage
 from fedbilevel.problem import Problem
 from fedbilevel.submodels import Pick, Submodel, choose, importance, rolling, segments, static
 from fedbilevel.tree import Tree, flatten, zeros_like
@@ -72,5 +73,5 @@ def held_mean(fed: Federation, r: Replies, name: str, held: Sequence[Tree]) -> T
     for reply, mask in zip(r, held, strict=True):
         ones = mask.map(Tensor.to, total)
         counts, weights = counts + ones, weights + reply.weight * ones
-    fed.record(**coverage(r.role.reply[name], flatten(counts)))
+    fed.record(**coverage(str(r.phase.reply[name]), flatten(counts)))
     return total.map(lambda t, w: torch.where(w > 0, t / w, 0.0), weights)  # type: ignore[no-any-return]

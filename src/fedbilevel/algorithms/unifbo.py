@@ -14,7 +14,8 @@ from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.simfbo import Local
 from fedbilevel.algorithms.submodel import cut
-from fedbilevel.federation.base import Federation
+from fedbilevel.environment import Environment
+from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.problem import Problem
@@ -96,6 +97,8 @@ class UniFBO(Algorithm):
     divided by sqrt(1 + the mean age of what they said, in iterations), and models are whole.
     """
 
+    submodels = True
+
     lr_x: Step = 0.02
     lr_y: Step = 0.02
     lr_z: Step = 0.02
@@ -109,9 +112,13 @@ class UniFBO(Algorithm):
         super().__post_init__()
         checks.one_of("policy", self.policy, get_args(Policy))
 
-    @property
-    def submodels(self) -> bool:  # type: ignore[override]
-        return self.barrier
+    def check(self, problem: Problem, environment: Environment) -> None:
+        super().check(problem, environment)
+        if environment.submodels and not self.barrier:
+            raise ValueError(
+                f"barrier is False and capacity is {environment.capacity}; without a barrier models are whole: "
+                "barrier must be True, or capacity 1"
+            )
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start

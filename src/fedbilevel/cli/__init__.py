@@ -78,9 +78,9 @@ def run(
     keys: Keys = None,
 ) -> None:
     """Run one experiment with one method; the folder holds its config, metrics, checkpoint and summary."""
+    from fedbilevel import ranks
     from fedbilevel.cli.progress import Progress
     from fedbilevel.cli.track import trackers
-    from fedbilevel.federation import ranks
     from fedbilevel.runs import config as configs
     from fedbilevel.runs.record import Recorder
     from fedbilevel.runs.runner import prepare
@@ -127,7 +127,7 @@ def run(
 
 def _check_federation(federation: str, stock: bool, keys: Path | None) -> None:
     """Refuse a federation that does not exist, or that the other options or torchrun rule out."""
-    from fedbilevel.federation import ranks
+    from fedbilevel import ranks
 
     checks.one_of("federation", federation, ("simulated", "flower", "ray"))
     if federation != "simulated" and ranks.size() > 1:
@@ -170,7 +170,7 @@ def _run_flower(
 ) -> dict[str, Any]:
     """Everything on this machine; the nodes deal themselves their parts of the experiment's data."""
     from fedbilevel.cli.federation import serve
-    from fedbilevel.federation.flower.deployment import Deployment
+    from fedbilevel.deploy.flower.deployment import Deployment
 
     count = clients or len(config.load_task(data_dir).clients)
     own = {"data-dir": str(data_dir.resolve())} if data_dir else {}
@@ -212,7 +212,7 @@ def serve_(
 ) -> None:
     """Run an experiment with clients on other machines: a Flower SuperLink with our server on it."""
     from fedbilevel.cli.federation import serve
-    from fedbilevel.federation.flower.deployment import LOOPBACK, Deployment, check_plain
+    from fedbilevel.deploy.flower.deployment import LOOPBACK, Deployment, check_plain
     from fedbilevel.runs import config as configs
 
     check_plain(host, keys is not None, plain)
@@ -253,8 +253,8 @@ def join(
 ) -> None:
     """Be a client of a federation, with data that stays here."""
     from fedbilevel.cli.federation import join as join_
-    from fedbilevel.federation.flower.client import Node
-    from fedbilevel.federation.flower.deployment import check_plain, split
+    from fedbilevel.deploy.flower.client import Node
+    from fedbilevel.deploy.flower.deployment import check_plain, split
     from fedbilevel.runs import config as configs
 
     host, _ = split(address)
@@ -276,7 +276,7 @@ def keys(
     days: Annotated[int, typer.Option(min=1, help="For how long certificates are valid.")] = 365,
 ) -> None:
     """Make certificates for a server and a key for every client."""
-    from fedbilevel.federation.flower.keys import make
+    from fedbilevel.deploy.flower.keys import make
 
     for path in make(folder, clients, host, days):
         print(path)
@@ -396,14 +396,23 @@ def check(
     json_: Json = False,
 ) -> None:
     """Is the problem well posed? Curvatures, differences between clients, warnings, and settings to start from."""
+    from fedbilevel import diagnosis, ranks
     from fedbilevel.cli.check import as_json, show
-    from fedbilevel.diagnosis import diagnose
     from fedbilevel.runs import config as configs
-    from fedbilevel.runs.runner import load, simulation
+    from fedbilevel.runs.runner import load
 
     place, table = configs.read(experiment)
     config = configs.resolve(place, table, settings=set_, overrides=_overrides(task=task, data=data, seed=seed))
-    found = diagnose(simulation(config, load(config, data_dir)), max(1, config.experiment.rounds))
+    loaded = load(config, data_dir)
+    found = diagnosis.check(
+        loaded.problem.to(ranks.device(config.experiment.device)),
+        loaded.clients,
+        config.environment,
+        rounds=max(1, config.experiment.rounds),
+        weights=config.experiment.weights,
+        seed=config.experiment.seed,
+        mode=config.experiment.runtime.mode,
+    )
     if json_:
         print(as_json(found))
     else:

@@ -21,9 +21,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel.cli.progress import Progress
-from fedbilevel.federation.flower import client, deployment, warm
-from fedbilevel.federation.flower.app import LOG, run_job
-from fedbilevel.federation.flower.deployment import Deployment, DeploymentError
+from fedbilevel.deploy.flower import client, deployment, warm
+from fedbilevel.deploy.flower.app import LOG, run_job
+from fedbilevel.deploy.flower.deployment import Deployment, DeploymentError
 from fedbilevel.runs.config import Config
 from fedbilevel.runs.folder import METRICS, SUMMARY
 from fedbilevel.runs.record import check_folder, without_none

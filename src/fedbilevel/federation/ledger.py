@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fedbilevel.federation.task import TaskCost
 
 LARGEST = ("peak_bytes",)  # of the costs: not a sum
 GROUPS = 10  # of clients, in a summary
@@ -112,17 +114,77 @@ class Accounts:
         return found
 
 
+class Round(NamedTuple):
+    """A communication round began."""
+
+    phase: str
+
+
+class Sent(NamedTuple):
+    """Messages went to clients, of so many bytes each."""
+
+    phase: str
+    clients: Sequence[int]
+    nbytes: Sequence[int]
+
+
+class Worked(NamedTuple):
+    """Clients ended their tasks, at these costs, and sent so many bytes each."""
+
+    phase: str
+    clients: Sequence[int]
+    costs: Sequence[TaskCost]
+    nbytes: Sequence[int]
+
+
+class Lost(NamedTuple):
+    """Tasks ended without a reply."""
+
+    tasks: int = 1
+
+
+class Refused(NamedTuple):
+    """Replies were not accepted."""
+
+    replies: int
+
+
+class Elapsed(NamedTuple):
+    """Time went by on the machine that runs the server."""
+
+    wall_s: float
+
+
+Event = Round | Sent | Worked | Lost | Refused | Elapsed
+
+
 @dataclass
 class Ledger:
-    """Everything a run has cost, by phase and by client; kept by the runtime alone."""
+    """Everything a run has cost, by phase and by client; `book` is the only function that writes to it."""
 
     phases: dict[str, Cost] = field(default_factory=dict)
     clients: Accounts = field(default_factory=Accounts)
-    iterations: int = 0
-    virtual_s: float = 0.0
     wall_s: float = 0.0
     refused_replies: int = 0
     lost_tasks: int = 0
+
+    def book(self, event: Event) -> None:
+        """Enter what happened."""
+        match event:
+            case Round(phase):
+                self.phase(phase).rounds += 1
+            case Sent(phase, clients, nbytes):
+                self._charge(phase, clients, {"bytes_down": nbytes})
+            case Worked(phase, clients, costs, nbytes):
+                columns = (list(column) for column in zip(*costs, strict=True))
+                amounts = dict(zip(TaskCost._fields, columns, strict=True))
+                self._charge(phase, clients, {**amounts, "bytes_up": nbytes})
+            case Lost(tasks):
+                self.lost_tasks += tasks
+            case Refused(replies):
+                self.refused_replies += replies
+            case Elapsed(wall_s):
+                self.wall_s += wall_s
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> Ledger:
@@ -147,8 +209,8 @@ class Ledger:
     def rounds(self) -> int:
         return sum(cost.rounds for cost in self.phases.values())
 
-    def charge(self, phase: str, clients: Sequence[int], **amounts: Sequence[int]) -> None:
-        """Add what these clients spent, an amount each."""
+    def _charge(self, phase: str, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]) -> None:
+        """Add what these clients spent, one amount per client."""
         if clients:
             cost = self.phase(phase)
             for name, each in amounts.items():

@@ -15,7 +15,7 @@ from fedbilevel import checks
 from fedbilevel.oracle import Oracle
 
 Sides = Literal["train", "val", "both"]
-Kind = Literal["x", "y", "scalar"]
+Kind = Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]  # the last: a tree of these shapes
 Steps = int | str  # a number, "local" (the environment's local steps), or "N epochs"
 
 
@@ -109,6 +109,12 @@ class Phase(FrozenDataclass, ABC):
     def epochs(self) -> int | None:
         """Passes over the client's training data, where `steps` counts those."""
         return int(self.steps.split()[0]) if isinstance(self.steps, str) and self.steps != "local" else None
+
+    def steps_on(self, samples: int, batch_size: int | None) -> int:
+        """The steps that `epochs` passes over so many samples take; None is the full batch."""
+        assert self.epochs is not None
+        size = samples if self.full or batch_size is None else min(batch_size, samples)
+        return self.epochs * -(-samples // size)
 
     @functools.cached_property
     def structure(self) -> tuple[Any, ...]:

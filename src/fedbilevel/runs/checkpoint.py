@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedbilevel.packing import pack, unpack
 
-VERSION = "2"
+VERSION = "3"
 
 
 def save(path: Path, value: Any) -> None:

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from fedbilevel import algorithms, delays, devices, schedules, tasks
 from fedbilevel.algorithms import Algorithm
+from fedbilevel.deploy.conduct import Conduct
 from fedbilevel.environment import Environment
-from fedbilevel.federation.conduct import Conduct
 
 Table = dict[str, Any]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -18,7 +18,7 @@ import tomli_w
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fedbilevel.federation import ranks
+from fedbilevel import ranks
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.folder import CHECKPOINT, CONFIG, METRICS, SUMMARY
 from fedbilevel.runs.folder import read as read_folder
@@ -43,7 +43,7 @@ class Recorder:
         self.run, self.path, self.config, self.checkpoint_every = run, path, config, checkpoint_every
         self.checkpoint = path / CHECKPOINT
         self._length = 0  # of metrics.jsonl, up to the checkpoint
-        run.fed.keep_in(self.checkpoint.parent)
+        run.fed.transport.keep_in(self.checkpoint.parent)
         check_folder(path, config, resume)
         if self.checkpoint.exists():
             self._restore(checkpoint.load(self.checkpoint))
@@ -120,8 +120,8 @@ class Recorder:
         accuracies = [(m["round"], a) for m in run.history if is_finite(a := m.get("test_accuracy", math.nan))]
         reached = {target: next((r for r, a in accuracies if a >= float(target)), None) for target in TARGETS}
         return {
-            "algorithm": run.fed.algorithm.name,
-            "label": self.config.get("label") or run.fed.algorithm.name,
+            "algorithm": run.algorithm.name,
+            "label": self.config.get("label") or run.algorithm.name,
             "task": self.config.get("task", {}).get("name"),
             "data": self.config.get("data", {}).get("name"),
             "seed": run.fed.seed,
@@ -139,7 +139,7 @@ class Recorder:
         }
 
     def _between_iterations(self) -> None:
-        if self.run.fed.ledger.iterations % self.checkpoint_every == 0:
+        if self.run.fed.iteration % self.checkpoint_every == 0:
             self._save()
 
     def _save(self) -> None:
@@ -161,7 +161,7 @@ class Recorder:
         run = self.run
         kind = type(run.state)
         if saved["state"].keys() != set(kind._fields):
-            raise ValueError(f"{self.checkpoint} is not a checkpoint of {run.fed.algorithm.name}")
+            raise ValueError(f"{self.checkpoint} is not a checkpoint of {run.algorithm.name}")
         state, good = tree_map_only(Tensor, lambda t: t.to(run.fed.device), (saved["state"], saved["good"]))
         run.state = kind(**state)
         run.good = run.state if good is None else kind(**good)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from fedbilevel.federation import SimulatedFederation, ranks
-from fedbilevel.federation.runtime import Runtime
+from fedbilevel import ranks
+from fedbilevel.federation import Federation
 from fedbilevel.runs.config import Config
+from fedbilevel.simulation import simulated_federation
 from fedbilevel.solve import Run
 from fedbilevel.tasks import Task
 
@@ -25,12 +26,11 @@ def load(config: Config, data_dir: Path | None = None) -> Task:
     return config.load_task(data_dir)
 
 
-def simulation(config: Config, task: Task) -> SimulatedFederation:
+def simulation(config: Config, task: Task) -> Federation:
     experiment, device = config.experiment, ranks.device(config.experiment.device)
-    return SimulatedFederation(
+    return simulated_federation(
         task.problem.to(device),
         task.clients,
-        config.algorithm,
         config.environment,
         weights=experiment.weights,
         seed=experiment.seed,
@@ -42,5 +42,5 @@ def simulation(config: Config, task: Task) -> SimulatedFederation:
     )
 
 
-def run_of(config: Config, task: Task, fed: Runtime) -> Run:
-    return Run(fed, config.limits, task.evaluate, config.every, config.experiment.stop.test_accuracy)
+def run_of(config: Config, task: Task, fed: Federation) -> Run:
+    return Run(config.algorithm, fed, config.limits, task.evaluate, config.every, config.experiment.stop.test_accuracy)

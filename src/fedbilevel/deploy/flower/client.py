@@ -20,12 +20,13 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedbilevel import checks, tasks
-from fedbilevel.federation.base import log
-from fedbilevel.federation.clients import Clients
-from fedbilevel.federation.flower.wire import WireError, decode, encode, one_line
-from fedbilevel.federation.losses import ClientLosses
+from fedbilevel.deploy.flower.wire import WireError, decode, encode, one_line
+from fedbilevel.execution.losses import ClientLosses
+from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.work import Assignment, Exchange
+from fedbilevel.federation.replies import like, log
+from fedbilevel.federation.stages import decoded
+from fedbilevel.federation.task import Broadcast, Task
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import ClientData
 from fedbilevel.runs import checkpoint
@@ -85,9 +86,9 @@ class Worker:
         environment = self.config.environment
         episode = environment.batch_size if self.problem.lower_level == "private" else None
         self.problem.check(self.data, node.device, episode)
-        held: Any = {self.client: self.data}
-        coarse = self.problem.rounded(self.config.experiment.runtime.precision)
-        self.engine = Clients(coarse, held, environment, node.device, "loop", 2**31)
+        rounded = self.problem.rounded(self.config.experiment.runtime.precision)
+        held = {self.client: self.data}
+        self.executor = ReferenceExecutor(rounded, held, environment.batch_size, device=node.device)
         self.memory = Path(platformdirs.user_state_dir("fedbilevel"), job, f"client-{self.client}.safetensors")
         self.losses: dict[int, ClientLosses] = {}
 
@@ -109,21 +110,25 @@ class Worker:
     def run(self, task: dict[str, Any]) -> dict[str, Any]:
         """The reply to one task, and what it took."""
         phase = Phase.load(task["phase"])
-        number, steps, key = (checks.integer(name, task[name], least=-(2**63)) for name in ("number", "steps", "key"))
+        number, key = (checks.integer(name, task[name], least=-(2**63)) for name in ("number", "key"))
         round_, iteration = (checks.integer(name, task[name], least=0) for name in ("round", "iteration"))
-        shared, each = self._here(task["shared"]), self._here(task["each"])
-        exchange = Exchange(phase, shared, round_, iteration, self._submodel(task["kept"]))
-        work = Assignment(exchange, number, 0, self.client, checks.integer("steps", steps, least=1), each, key)
-        remembers = exchange.role.remembers
-        before = self._recall(number) if remembers else {}
-        self.engine.memories[self.client] = before
-        (part,) = self.engine.run([work])
-        if remembers:
-            after = self.engine.memories.get(self.client, {})
+        steps = checks.integer("steps", task["steps"], least=1)
+        submodel = self._submodel(task["kept"])
+        stages = self.config.environment.stages
+        down = [stage for stage in stages if stage.direction == "down"]
+        message = decoded(down, self._here(task["shared"]), like(task["kinds"], self.problem, submodel))
+        up = [stage for stage in stages if stage.direction == "up"]
+        broadcast = Broadcast(phase, message, round_, iteration, submodel, stages=up)
+        own = self._here(task["each"])
+        before = self._recall(number) if broadcast.remembers else {}
+        self.executor.memories[self.client] = before
+        (results,) = self.executor.run([Task(broadcast, number, 0, self.client, steps, own, key, 1.0)])
+        if broadcast.remembers:
+            after = self.executor.memories.get(self.client, {})
             self.memory.parent.mkdir(parents=True, exist_ok=True)
             checkpoint.save(self.memory, {"number": number, "before": before, "after": after})
-        values = {name: _first(value) for name, value in part.values.items()}
-        return {"number": number, "values": values, "took": part.took[0]._asdict()}
+        values = {name: _first(value) for name, value in results.values.items()}
+        return {"number": number, "values": values, "took": results.costs[0]._asdict()}
 
     def _recall(self, number: int) -> dict[str, Any]:
         """What the client remembers; of a task that is sent again, what it remembered then."""

@@ -14,10 +14,10 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbilevel.federation.base import log
-from fedbilevel.federation.flower import warm
-from fedbilevel.federation.flower.server import FlowerFederation
-from fedbilevel.federation.flower.wire import one_line
+from fedbilevel.deploy.flower import warm
+from fedbilevel.deploy.flower.transport import flower_federation
+from fedbilevel.deploy.flower.wire import one_line
+from fedbilevel.federation.replies import log
 from fedbilevel.runs import config as configs
 from fedbilevel.runs.record import Recorder, replace
 from fedbilevel.runs.runner import load, run_of
@@ -52,9 +52,13 @@ def run_job(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
     config = configs.resolve(place, table)
     task = load(config, Path(str(job["data-dir"])) if job["data-dir"] else None)
     experiment, clients = config.experiment, int(job["clients"]) or len(task.clients)
-    fed = FlowerFederation(
-        *(grid, task.problem.to(experiment.device), clients, config.algorithm, config.environment),
-        *(config.table, config.conduct),
+    fed = flower_federation(
+        grid,
+        task.problem.to(experiment.device),
+        clients,
+        config.environment,
+        config.table,
+        config.conduct,
         weights=experiment.weights,
         seed=experiment.seed,
         device=experiment.device,

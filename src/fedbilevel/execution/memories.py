@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.federation import ranks
+from fedbilevel import ranks
 from fedbilevel.packing import pack, unpack
 from fedbilevel.tree import nbytes
 
 SLACK = 2**26  # outdated bytes, beside as many as are not, that a file may hold before it is written anew
+
+STAGES = "stages "  # where a client's memory holds what its stages remember; no name of a phase's own ends so
 
 Memory = dict[str, Any]
 Saved = dict[int, Memory] | tuple[str, int] | None  # all there is, or a file in the run's folder and its length
@@ -253,3 +255,18 @@ def _digest(head: Sequence[int], body: bytes) -> bytes:
     digest = blake2b(repr(head).encode(), digest_size=16)
     digest.update(body)
     return digest.digest()
+
+
+def phase_memory(memory: Memory) -> Memory:
+    """What a client's phases remember."""
+    return {name: value for name, value in memory.items() if name != STAGES}
+
+
+def stage_memory(memory: Memory) -> Memory:
+    """What a client's stages remember."""
+    return memory.get(STAGES, {})  # type: ignore[no-any-return]
+
+
+def joined(phase: Memory, stages: Memory) -> Memory:
+    """A client's memory, of both."""
+    return {**phase, STAGES: stages} if stages else phase

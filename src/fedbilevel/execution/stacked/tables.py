@@ -1,4 +1,4 @@
-"""What depends on x alone, evaluated once for tasks in which x stays as it was sent."""
+"""Tables of features: what is embedded once for a stack of clients."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedbilevel.execution.features import embedded
 from fedbilevel.problem import Data, Problem, leaves, like
 from fedbilevel.tree import Tree
-
-
-def embedded(problem: Problem, x: Tree, data: Data, batch: int) -> Data:
-    """All samples of one client, a batch at a time: a client need not hold more of them at once."""
-    assert problem.embed
-    pieces = zip(*(tensor.split(batch) for _, tensor in leaves(data)), strict=True)
-    found = [problem.embed(x, like(data, list(piece)), ()) for piece in pieces]
-    columns = zip(*([tensor for _, tensor in leaves(each)] for each in found), strict=True)
-    return like(found[0], [column[0] if len(column) == 1 else torch.cat(column) for column in columns])
 
 
 class Tables:

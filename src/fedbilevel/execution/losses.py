@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.environment import Environment
-from fedbilevel.federation.steps import stacked
-from fedbilevel.federation.work import on_client
+from fedbilevel.execution.lift import lifted, stacked
+from fedbilevel.federation.task import on_client
 from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, ClientData, Data, leaves, like
+from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
 from fedbilevel.rng import fold_in, root, rows, subset
 from fedbilevel.tree import Tree
-
-if TYPE_CHECKING:
-    from fedbilevel.federation.simulated import SimulatedFederation
 
 CLIENTS, SAMPLES = 100, 2048
 
@@ -65,21 +60,29 @@ class Losses:
     `samples` a level. Up to that size the losses are exact.
     """
 
-    def __init__(self, fed: SimulatedFederation, clients: int = CLIENTS, samples: int = SAMPLES) -> None:
-        self.oracle = Oracle(fed.problem)
-        read, share = chosen(fed.seed, len(fed), clients, samples)
+    def __init__(
+        self,
+        problem: Problem,
+        data: Sequence[ClientData],
+        weights: Sequence[float],
+        environment: Environment,
+        *,
+        seed: int,
+        device: str,
+        stack: bool = True,
+        clients: int = CLIENTS,
+        samples: int = SAMPLES,
+    ) -> None:
+        self.oracle = Oracle(problem)
+        read, share = chosen(seed, len(data), clients, samples)
         groups: dict[Hashable, list[tuple[float, Batch]]] = defaultdict(list)
-
-        def one(client: int) -> ClientLosses:
-            data = fed.clients[client]
-            return ClientLosses(self.oracle, data, fed.environment, fed.seed, client, share, fed.device)
-
         for i in read:
-            self.both: ClientLosses = on_client(i, "before round 1", functools.partial(one, i))
+            with on_client(i, "before round 1"):
+                self.both = ClientLosses(self.oracle, data[i], environment, seed, i, share, device)
             batch = self.both.batch
-            form = i if fed.mode == "loop" else repr([t.shape for t in pytree.tree_leaves(batch)])
-            groups[form].append((fed.weights[i], batch))
-        total = sum(fed.weights[i] for i in read)
+            form = repr([t.shape for t in pytree.tree_leaves(batch)]) if stack else i
+            groups[form].append((weights[i], batch))
+        total = sum(weights[i] for i in read)
         self.groups = [
             (
                 [p / total for p, _ in group],
@@ -95,7 +98,7 @@ class Losses:
                 if len(weights) == 1:
                     f, g = self.both(x, y, pytree.tree_map(lambda t: t[0], batch))
                 else:
-                    f, g = stacked(lambda b: self.both(x, y, b))(batch)
+                    f, g = lifted(stacked, lambda b: self.both(x, y, b))(batch)
                 p = torch.tensor(weights, dtype=f.dtype, device=f.device)
                 upper, lower = upper + float((p * f).sum()), lower + float((p * g).sum())
         return {"upper_loss": upper, "lower_loss": lower}

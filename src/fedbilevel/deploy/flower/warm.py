@@ -45,8 +45,8 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from fedbilevel.federation.base import log
-from fedbilevel.federation.flower.wire import one_line
+from fedbilevel.deploy.flower.wire import one_line
+from fedbilevel.federation.replies import log
 
 FLWR_VERSION = "1.41.0"
 POLL_S = 0.1  # every look costs the SuperLink a few milliseconds

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedbilevel.devices import sent
+from fedbilevel.execution.draws import SIDES
+from fedbilevel.federation.phase import Sides
 from fedbilevel.problem import Batch, ClientData, Data, leaves, like
 from fedbilevel.rng import fold_in, rows
 
-Sides = Literal["train", "val", "both"]
-SIDES: dict[Sides, tuple[str, ...]] = {"train": ("train",), "val": ("val",), "both": ("train", "val")}
 DRAWN = 1 << 22  # words of one look ahead: the draws of many steps cost little more than those of one
 
 Ahead = tuple[int, Tensor]  # the first of some turns, and what belongs to each
@@ -114,11 +114,6 @@ class Batches:
             first, ahead = turn, self.fused(("keys", turn, last, self.draws), folded, self.keys)
             self._keys = first, ahead
         return ahead[turn - first :]
-
-
-def passes(samples: int, size: int | None, epochs: int) -> int:
-    """Steps that so many passes over so many samples take."""
-    return epochs * -(-samples // min(size or samples, samples))
 
 
 def shape(client: ClientData, sides: Sequence[str], size: int | None, epochs: bool = False) -> Hashable:

@@ -25,12 +25,12 @@ from typing import Any, Self
 import tomli_w
 
 from fedbilevel import checks
-from fedbilevel.federation.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
+from fedbilevel.deploy.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 START_S = 60.0
 CONNECTION = "fedbilevel"
-SERVER_APP = "fedbilevel.federation.flower.app:app"
+SERVER_APP = "fedbilevel.deploy.flower.app:app"
 APP = f"""
 [project]
 name = "fedbilevel-app"
@@ -44,7 +44,7 @@ publisher = "local"
 
 [tool.flwr.app.components]
 serverapp = "{SERVER_APP}"
-clientapp = "fedbilevel.federation.flower.client:app"
+clientapp = "fedbilevel.deploy.flower.client:app"
 
 [tool.flwr.app.config]
 experiment = "digits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.federation.base import log
+log = logging.getLogger("fedbilevel")
 
 MOST = 32  # recordings that are kept; each holds the memory that its program works in
 

@@ -1,0 +1,290 @@
+"""The stacked executor: tasks of equal shape run together, in chunks that stay under a limit of memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedbilevel import ranks
+from fedbilevel.devices import sent
+from fedbilevel.execution.draws import SIDES, STAGE_STREAM
+from fedbilevel.execution.features import embeds_beforehand
+from fedbilevel.execution.lift import Lift, lifted, single, stacked
+from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
+from fedbilevel.execution.meter import Meter
+from fedbilevel.execution.stacked.batches import extents, shape
+from fedbilevel.execution.stacked.graphs import Graphs, kinds
+from fedbilevel.execution.stacked.parts import Parts
+from fedbilevel.execution.stacked.program import Given, StackProgram
+from fedbilevel.execution.stacked.samples import Samples, Source
+from fedbilevel.federation.replies import tree_names, wrong_form
+from fedbilevel.federation.stages import encoded
+from fedbilevel.federation.task import (
+    ClientError,
+    Results,
+    Sums,
+    Task,
+    by_broadcast,
+    first_line,
+    form_of,
+    in_turns,
+    on_client,
+)
+from fedbilevel.problem import ClientData, Problem
+from fedbilevel.rng import fold_in
+from fedbilevel.tree import Tree, nbytes
+
+RECORD_FROM = 2  # uses of a task
+STACK_BELOW = 1e7  # operations of a client's largest convolution
+
+
+class StackedExecutor:
+    """Runs tasks of equal batch shape together, in chunks that stay under `memory` bytes.
+
+    On a CPU, clients whose convolutions are large run one by one. On a GPU samples are pooled and whole tasks recorded;
+    replies that the server only sums are added up there, without waiting for it.
+
+    Args:
+        problem: the losses and the shapes of x and y.
+        clients: the data of each client; a lazy sequence is asked only for those at work.
+        batch_size: samples per mini-batch; None is the full batch.
+        device: where clients compute.
+        memory: bytes that a chunk may take, and bytes of what clients remember that are held in memory.
+        compile: whether recorded tasks go through PyTorch's compiler.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        clients: Sequence[ClientData],
+        batch_size: int | None,
+        *,
+        device: str = "cpu",
+        memory: int = 2**31,
+        compile: bool = False,
+    ) -> None:
+        self.problem = problem
+        self.clients = clients
+        self.batch_size = batch_size
+        self.device = device
+        self.memory = memory
+        self.on_gpu = device != "cpu"
+        self.dtype = next(iter(problem.x.values())).dtype
+        self.memories = Memories(device, memory)
+        self.footprints: dict[str, int] = {}  # bytes that a client takes in a stack, by kind of task
+        self.held: dict[int, ClientData] = {}  # the data of the clients that are at work
+        self.graphs = Graphs()
+        self.parts = Parts(problem, self.graphs if self.on_gpu else None, compile)
+        self.storage = Samples(problem, self.parts, memory, device)
+
+    def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
+        self.held = {}
+        for task in tasks:
+            with on_client(task.client, task.broadcast):
+                self.held[task.client] = self.problem.paired(self.clients[task.client])
+        for turn in in_turns(tasks):
+            for chunk in self._chunks(turn):
+                results = self._run_chunk(chunk, sums)
+                phase = chunk[0].broadcast.phase
+                if phase.remembers:
+                    self._remember(results)
+                values, stack = (results.sums.totals, ()) if results.sums else (results.values, (len(chunk),))
+                if why := wrong_form(values, phase.reply, self.problem, chunk[0].broadcast.submodel, *stack):
+                    raise TypeError(f"phase {phase.name!r} {why}")
+                yield self._encoded(results) if chunk[0].broadcast.stages else results
+
+    def _chunks(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
+        """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
+        groups: dict[tuple[Hashable, Hashable], list[Task]] = defaultdict(list)
+        for broadcast, alike in by_broadcast(tasks).items():
+            phase = broadcast.phase
+            size = None if phase.full else self.batch_size
+            same = (broadcast.form, "", "")
+            for task in alike:
+                message = same
+                if task.own or broadcast.remembers:
+                    message = (broadcast.form, form_of(task.own), form_of(self.memories.get(task.client, {})))
+                batches = shape(self.held[task.client], SIDES[phase.batch], size, phase.epochs is not None)
+                groups[(phase.name, batches, message), phase].append(task)  # a stack has one phase, with its numbers
+        for (kind, _), group in groups.items():
+            size = 1 if len(group) == 1 else max(1, self.memory // self._footprint(repr(kind), group))
+            group.sort(key=lambda task: -task.steps)
+            yield from (group[start : start + size] for start in range(0, len(group), size))
+
+    def _footprint(self, kind: str, group: list[Task]) -> int:
+        """Bytes that a client takes in a stack: two steps of the two largest ones are run and measured."""
+        if kind not in self.footprints:
+
+            def samples(task: Task) -> int:
+                client = self.held[task.client]
+                return client.size("train") + client.size("val")
+
+            largest = sorted(group, key=samples)[-2:]
+            steps = min(2, max(task.steps for task in group))
+            with Meter() as meter:
+                self._run_chunk([replace(task, steps=steps) for task in largest], False)
+            # A stack turns convolutions into grouped ones, which are slower on a CPU: there large ones are not stacked.
+            alone = not self.on_gpu and meter.convolution // 2 > STACK_BELOW
+            self.footprints[kind] = self.memory if alone else max(meter.peak_bytes // 2, 1)
+        return self.footprints[kind]
+
+    def _run_chunk(self, tasks: list[Task], sums: bool) -> Results:
+        """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
+        if len(tasks) == 1:
+            return self._run_alone(tasks[0], sums)
+        try:
+            return self._run_stack(tasks, stacked, sums)
+        except Exception as error:
+            for task in tasks:
+                self._run_alone(task, sums)
+            raise ClientError(
+                f"{tasks[0].broadcast}: every client runs by itself but not in a stack, because of "
+                f"{type(error).__name__}: {first_line(error)} (mode='loop' runs them one by one)"
+            ) from error
+
+    def _run_alone(self, task: Task, sums: bool) -> Results:
+        with on_client(task.client, task.broadcast):
+            return self._run_stack([task], single, sums)
+
+    def _run_stack(self, tasks: list[Task], lift: Lift, sums: bool) -> Results:
+        """Run a stack, whose longest tasks come first."""
+        broadcast = tasks[0].broadcast
+        lengths = [task.steps for task in tasks]
+        given, source = self._inputs(tasks, sums)
+        program = StackProgram(self.parts, broadcast, lift, source.take, shrink=not self.on_gpu)
+        replies, (spent, size) = self._recorded(program, given) if self.on_gpu else program(given)
+        table = nbytes(source.features) // len(tasks)
+        whole = [cost._replace(peak_bytes=cost.peak_bytes + table).then(source.embedding) for cost in spent]
+        costs = [whole[length] for length in lengths]
+        if isinstance(replies, Sums):
+            return Results(tasks, costs, size, {}, replies)
+        return Results(tasks, costs, size, replies)
+
+    def _inputs(self, tasks: list[Task], sums: bool) -> tuple[Given, Source]:
+        """What the program of a stack is given, and where it finds its samples."""
+        broadcast = tasks[0].broadcast
+        phase = broadcast.phase
+        data = [self.held[task.client] for task in tasks]
+        lengths = [task.steps for task in tasks]
+        shared, own = self._messages(tasks)
+        held = extents(data, phase.batch, None if phase.full else self.batch_size, self.device)
+        embed = embeds_beforehand(self.problem, broadcast, self.batch_size)
+        source = self.storage.source(tasks, data, held, lengths[0] * phase.draws, embed)
+        if self.on_gpu:  # a recording holds for all stacks of one longest task
+            lengths = [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1]
+        given = {
+            "shared": shared,
+            "own": own,
+            "memory": _stacked([self._recall(task) for task in tasks], self._stack),
+            "steps": sent([task.steps for task in tasks], self.device, self.dtype),
+            "weights": self._weights(tasks) if sums else (),
+            "keys": sent([task.key for task in tasks], self.device),
+            "extents": held,
+            "starts": {side: starts for side, (_, starts) in source.pools.items()},
+            "lengths": lengths,
+            "features": source.features,
+            "numbers": sent(list(phase.numbers.values()), self.device, self.dtype),
+        }
+        return given, source
+
+    def _messages(self, tasks: list[Task]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What everyone was sent, and what each client alone was, as a stack."""
+        own = _stacked([dict(task.own) for task in tasks], self._stack)
+        places = {broadcast: place for place, broadcast in enumerate(by_broadcast(tasks))}
+        if len(places) > 1:  # not everyone was sent the same
+            messages = _stacked([dict(broadcast.message) for broadcast in places], self._stack)
+            rows = [places[task.broadcast] for task in tasks]
+            return {}, {**pytree.tree_map(lambda t: t[rows], messages), **own}
+        shared = {}
+        for name, value in tasks[0].broadcast.message.items():
+            shared[name] = value if isinstance(value, Tree) else pytree.tree_map_only(float, self._tensor, value)
+        return shared, own
+
+    def _tensor(self, value: Any) -> Tensor:
+        return sent(value, self.device, self.dtype if isinstance(value, float) else None)
+
+    def _stack(self, *values: Any) -> Tensor:
+        return torch.stack([self._tensor(value) for value in values])
+
+    def _weights(self, tasks: list[Task]) -> Tensor | tuple[()]:
+        """With which replies are added up on a GPU; none if they are looked at one by one."""
+        broadcast = tasks[0].broadcast
+        if not self.on_gpu or broadcast.remembers or broadcast.submodel:
+            return ()
+        return sent([task.weight for task in tasks], self.device, torch.float64)
+
+    def _recorded(self, program: StackProgram, given: Given) -> Any:
+        """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as of steps."""
+        leaves, form = pytree.tree_flatten(given)
+        name = self.parts.name((program.broadcast.phase.structure, "task", form, kinds(leaves)))
+        if self.parts.used(name) <= RECORD_FROM:
+            return program(given)
+        return self.graphs.run(name, self.storage.addresses(), program, leaves, form)
+
+    def _recall(self, task: Task) -> dict[str, Any]:
+        return phase_memory(self.memories.get(task.client, {})) if task.broadcast.phase.remembers else {}
+
+    def _remember(self, results: Results) -> None:
+        if "memory" not in results.values:
+            phase = results.tasks[0].broadcast.phase
+            raise TypeError(f"phase {phase.name!r} remembers; its finish must return a memory beside its reply")
+        memory = results.values.pop("memory")
+        for j, task in enumerate(results.tasks):
+            kept = stage_memory(self.memories.get(task.client, {}))
+            self.memories[task.client] = joined(pytree.tree_map(lambda t, j=j: t[j].clone(), memory), kept)
+
+    def _encoded(self, results: Results) -> Results:
+        """Replies as they travel, after their stages."""
+        broadcast = results.tasks[0].broadcast
+        names = tree_names(broadcast.phase.reply)
+
+        def encode(values: Any, key: Tensor, memory: Any) -> Any:
+            return encoded(broadcast.stages, values, names, fold_in(key, STAGE_STREAM), memory)
+
+        before = [self.memories.get(task.client, {}) for task in results.tasks]
+        memory = _stacked([stage_memory(each) for each in before], self._stack)
+        keys = sent([task.key for task in results.tasks], self.device)
+        payload, kept = lifted(stacked, encode)(results.values, keys, memory)
+        if kept:
+            for j, (task, each) in enumerate(zip(results.tasks, before, strict=True)):
+                own = pytree.tree_map(lambda t, j=j: t[j].clone(), kept)
+                self.memories[task.client] = joined(phase_memory(each), own)
+        return results._replace(values=payload, nbytes=nbytes(payload) // len(results.tasks))
+
+    def samples(self, client: int) -> int:
+        with on_client(client, "before its task"):
+            return self.problem.paired(self.clients[client]).size("train")
+
+    def mark(self) -> dict[str, Any]:
+        # Chunks round differently: a resumed run must cut the same ones.
+        return {"memories": self.memories.mark(), "footprints": dict(self.footprints), **self.parts.mark()}
+
+    def back(self, mark: Mapping[str, Any]) -> None:
+        self.memories.back(mark["memories"])
+        self.footprints = dict(mark["footprints"])
+        self.parts.back(mark)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**self.mark(), "memories": self.memories.save()}
+
+    def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
+        """Of every rank; with another number of ranks other clients are stacked, and what the first rank had not
+        measured is measured again."""
+        self.memories.restore([snapshot["memories"] for snapshot in snapshots])
+        own = snapshots[ranks.rank() if len(snapshots) == ranks.size() else 0]
+        self.back({**own, "memories": self.memories.mark()})
+
+    def keep_in(self, folder: Path) -> None:
+        self.memories.folder = folder
+
+
+def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
+    """Values of one form as one, with a leading axis."""
+    return pytree.tree_map(stack, *values) if values[0] else {}

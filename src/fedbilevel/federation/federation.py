@@ -1,0 +1,497 @@
+"""The federation: what an algorithm sees of its clients, the same on every transport."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedbilevel import checks
+from fedbilevel.environment import Environment
+from fedbilevel.federation import ledger as events
+from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.phase import Phase
+from fedbilevel.federation.replies import QuorumError, Replies, Reply, kinds_of, like, wrong_form
+from fedbilevel.federation.stages import decoded, encoded
+from fedbilevel.federation.task import Broadcast, Results, Task, Values, by_broadcast, form_of
+from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
+from fedbilevel.problem import Problem
+from fedbilevel.rng import fold_in, integers, root, subset
+from fedbilevel.submodels import Submodel, units
+from fedbilevel.tree import Tree, nbytes
+
+Own = Sequence[Mapping[str, Any]] | None  # what each client alone is sent
+Submodels = Sequence[Submodel | None] | None
+
+
+class Federation:
+    """Asks clients to run phases, checks and averages what they reply, and books what it costs.
+
+    `ask` is a barrier and one communication round; `post` and `collect` are the same without the barrier. A client has
+    at most one posted task at a time, and posted tasks are of one phase at a time.
+
+    Args:
+        problem: what is solved.
+        clients: how many clients are registered.
+        transport: carries tasks to the clients and tells the time.
+        environment: the conditions under which clients take part.
+        weights: returns p_i for each client; called when it is first needed.
+        seed: of everything that is drawn.
+        device: where the server computes.
+    """
+
+    KEPT = ("iteration", "cohorts", "draws", "tasks", "recorded", "heard", "in_flight", "deferred_quorum_error")
+
+    def __init__(
+        self,
+        problem: Problem,
+        clients: int,
+        transport: Transport,
+        environment: Environment | None = None,
+        *,
+        weights: Callable[[], Sequence[float]],
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        self.environment = environment or Environment()
+        self.environment.check(clients)
+        self.problem = problem
+        self.n = clients
+        self.transport = transport
+        self.weights = weights
+        self.seed = checks.integer("seed", seed, least=0)
+        self.device = device
+        self.ledger = Ledger()
+        self.iteration = 0  # completed iterations of the algorithm
+        self.cohorts = 0
+        self.draws = 0
+        self.tasks = 0
+        self.recorded: dict[str, tuple[float | Tensor, int]] = {}  # sums or extremes, and counts
+        self.heard: set[int] = set()
+        self.in_flight: dict[int, Task] = {}  # posted tasks that have not ended, by client
+        self.unjudged: tuple[int, Replies] | None = None  # how many were asked, and replies taken unchecked
+        self.deferred_quorum_error = ""
+
+    def __len__(self) -> int:
+        """The number of registered clients."""
+        return self.n
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began; virtual ones in a simulation."""
+        return self.transport.now
+
+    def sample(self) -> list[int]:
+        """The cohort of a round: distinct clients, drawn uniformly among those that are neither busy nor away.
+
+        If there are fewer than `min_replies` of them, time passes until there are so many.
+        """
+        absent = self.transport.absent(self.environment.min_replies, self.in_flight)
+        key = fold_in(root(self.seed, "cohort"), self.cohorts)
+        self.cohorts += 1
+        size = self.environment.cohort(len(self))
+        if not absent:
+            return subset(key, len(self), size)
+        candidates = subset(key, len(self), size + len(absent))  # costs nothing per registered client
+        present = [client for client in candidates if client not in absent]
+        return [present[place] for place in subset(fold_in(key, 1), len(present), size)]
+
+    def draw(self, count: int) -> int:
+        """A choice of the server's own among 0 .. count - 1, uniform and keyed."""
+        key = fold_in(root(self.seed, "server"), self.draws)
+        self.draws += 1
+        return int(integers(key, 0, count - 1))
+
+    def capacities(self, clients: Sequence[int]) -> list[tuple[float, float]]:
+        """The width ratios of the submodels that these clients can hold: of x, and of what is in y alone."""
+        return self.environment.capacities(clients)
+
+    def ask(
+        self,
+        phase: Phase,
+        clients: Sequence[int],
+        *,
+        each: Own = None,
+        submodels: Submodels = None,
+        **message: Any,
+    ) -> Replies:
+        """Have clients run a phase, and wait for all replies.
+
+        Args:
+            phase: what each client does.
+            clients: whom to ask; a client may be asked more than once.
+            each: what `clients[j]` alone is sent.
+            submodels: one per client; the trees in `message` are cut to it, and so is the reply. None: the whole model.
+            **message: what everyone is sent.
+        """
+        tasks = self._assign(phase, clients, each, submodels, message)
+        self.ledger.book(events.Round(phase.name))
+        replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
+        reports: Iterator[Report] = itertools.chain(
+            self.transport.send(tasks, True), self.transport.receive(tasks, len(tasks))
+        )
+        if not self.transport.ordered:
+            reports = _in_order(reports)
+        for report in reports:
+            self._take(report, replies)
+        replies.idle = _by_time(tasks)
+        return self._quorum(len(tasks), replies)
+
+    def post(
+        self,
+        phase: Phase,
+        clients: Sequence[int],
+        *,
+        each: Own = None,
+        submodels: Submodels = None,
+        **message: Any,
+    ) -> None:
+        """Have clients run a phase, without waiting; the arguments are those of `ask`."""
+        for client, times in Counter(clients).items():
+            if client in self.in_flight or times > 1:
+                raise RuntimeError(f"client {client} would have two tasks in flight; it can have one at a time")
+        for other in itertools.islice(self.in_flight.values(), 1):
+            if other.broadcast.phase.name != phase.name:
+                name = other.broadcast.phase.name
+                raise RuntimeError(f"phase {phase.name!r} must wait: tasks of {name!r} are in flight")
+        tasks = self._assign(phase, clients, each, submodels, message)
+        self.in_flight |= {task.client: task for task in tasks}
+        for report in self.transport.send(tasks, False):
+            self._take(report, None)
+
+    def collect(self, count: int | None = None) -> Replies:
+        """The next `count` accepted arrivals (by default the environment's participation), or all there are."""
+        if not self.in_flight:
+            raise RuntimeError("nothing is in flight, so nothing can be collected; post a task first")
+        if count is None:
+            count = self.environment.cohort(len(self))
+        checks.integer("count", count, least=1)
+        phase = next(iter(self.in_flight.values())).broadcast.phase
+        self.ledger.book(events.Round(phase.name))
+        replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
+        while self.in_flight and len(replies) < count:
+            for report in self.transport.receive(None, count - len(replies)):
+                self._take(report, replies)
+        replies.idle = _by_time(replies.ended)
+        self._book_refusals(replies)
+        self.record(**replies.coverage())
+        if staleness := [reply.staleness for reply in replies]:
+            self.record(staleness=sum(staleness) / len(staleness), max_staleness=max(staleness))
+            self.heard |= {reply.client for reply in replies}
+        return replies
+
+    @contextmanager
+    def uncharged(self) -> Iterator[None]:
+        """Within, exchanges cost nothing and take no time: only to simulate what a paper takes to be free."""
+        self.settle()  # replies taken unchecked are counted where they were spent
+        booked = self.ledger
+        self.ledger = deepcopy(booked)
+        try:
+            with self.transport.standstill():
+                yield
+                self.settle()
+        finally:
+            self.ledger = booked
+
+    def record(self, **values: float | Tensor) -> None:
+        """An algorithm's own numbers for the metrics; averaged between evaluations.
+
+        Of what is called max_... or min_... the extreme is kept.
+        """
+        for name, value in values.items():
+            total, count = self.recorded.get(name, (0.0, 0))
+            extreme = EXTREMES.get(name.split("_")[0])
+            if extreme and count:
+                self.recorded[name] = (extreme(float(total), float(value)), count + 1)
+            else:  # tensors stay where they are: a GPU is not waited for
+                self.recorded[name] = (total + (value.double() if isinstance(value, Tensor) else value), count + 1)
+
+    def records(self) -> dict[str, float]:
+        """What was recorded since the last call."""
+        found = {}
+        for name, (total, count) in self.recorded.items():
+            found[name] = float(total) / (1 if name.split("_")[0] in EXTREMES else count)
+        if self.heard:
+            found["participants"] = len(self.heard)
+        self.recorded = {}
+        self.heard = set()
+        return found
+
+    def losses(self, x: Tree, y: Tree) -> dict[str, float]:
+        """The upper and lower loss over the clients; it costs nothing."""
+        return self.transport.losses(x, y)
+
+    def settle(self) -> None:
+        """Judge the replies that were taken unchecked, if any."""
+        self._judge()
+        if self.deferred_quorum_error:
+            raise QuorumError(self.deferred_quorum_error)
+
+    def mark(self) -> dict[str, Any]:
+        """What `back` needs to undo an iteration, until the next mark."""
+        kept = {name: copy(getattr(self, name)) for name in self.KEPT}
+        kept |= {"ledger": self.ledger.mark(), "unjudged": self.unjudged, "transport": self.transport.mark()}
+        return kept
+
+    def back(self, mark: Mapping[str, Any]) -> None:
+        self.ledger.back(mark["ledger"])
+        self.transport.back(mark["transport"])
+        self.unjudged = mark["unjudged"]
+        for name in self.KEPT:
+            setattr(self, name, copy(mark[name]))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything but the algorithm's state that the next iteration depends on, for a file."""
+        self._judge()
+        broadcasts = list(by_broadcast(list(self.in_flight.values())))
+        numbers = {broadcast: number for number, broadcast in enumerate(broadcasts)}
+        return {
+            **{name: getattr(self, name) for name in self.KEPT},
+            "ledger": asdict(self.ledger),
+            "recorded": {name: (float(total), count) for name, (total, count) in self.recorded.items()},
+            "heard": sorted(self.heard),
+            "broadcasts": [_plain_broadcast(broadcast) for broadcast in broadcasts],
+            "in_flight": [_plain_task(task, numbers[task.broadcast]) for task in self.in_flight.values()],
+            "transport": self.transport.snapshot(),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        for name in self.KEPT:
+            setattr(self, name, snapshot[name])
+        self.ledger = Ledger.load(snapshot["ledger"])
+        self.heard = set(snapshot["heard"])
+        axes = self.problem.axes
+        total = units(axes, {**self.problem.x, **self.problem.y})
+        broadcasts = [
+            Broadcast(
+                Phase.load(phase),
+                self._here(message),
+                round_,
+                iteration,
+                kept and Submodel(axes, total, kept),
+                stages=[stage for stage in self.environment.stages if stage.direction == "up"],
+            )
+            for phase, message, round_, iteration, kept in snapshot["broadcasts"]
+        ]
+        tasks = [Task(broadcasts[number], *self._here(rest)) for number, *rest in snapshot["in_flight"]]
+        self.in_flight = {task.client: task for task in tasks}
+        self.transport.restore(snapshot["transport"], self.in_flight)
+
+    def _here(self, values: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), values)
+
+    def _assign(
+        self, phase: Phase, clients: Sequence[int], each: Own, submodels: Submodels, message: Mapping[str, Any]
+    ) -> list[Task]:
+        """The tasks of these clients: key their draws, say how many steps they take, cut their messages."""
+        if not isinstance(phase, Phase):
+            raise TypeError(f"phase is {phase!r}; it must be a Phase, such as Descend(lr_x=0.1)")
+        for client in clients:
+            checks.integer("client", client, least=0, most=len(self) - 1)
+        if each is not None and len(each) != len(clients):
+            raise ValueError(f"each has {len(each)} entries; it must have one for each of {len(clients)} clients")
+        if submodels is not None and len(submodels) != len(clients):
+            raise ValueError(f"submodels has {len(submodels)} entries; it must have one for each of {len(clients)}")
+        round_ = self.ledger.rounds + 1
+        broadcasts: dict[Submodel | None, Broadcast] = {}
+        for part in dict.fromkeys(submodels or [None]):
+            cut = _cut(message, part) if part else message
+            broadcasts[part] = self._broadcast(phase, cut, round_, part)
+        numbers = torch.arange(self.tasks, self.tasks + len(clients))
+        self.tasks += len(clients)
+        keys = fold_in(fold_in(root(self.seed, phase.name), numbers), torch.tensor(clients))
+        columns = zip(
+            [broadcasts[part] for part in submodels or [None] * len(clients)],
+            numbers.tolist(),
+            itertools.count(),
+            clients,
+            self._steps(phase, keys, clients),
+            each or itertools.repeat({}),
+            fold_in(keys, 1).tolist(),
+            self._relative_weights(clients),
+            strict=False,
+        )
+        return [Task(*column) for column in columns]
+
+    def _broadcast(
+        self, phase: Phase, message: Mapping[str, Any], round_: int, part: Submodel | None
+    ) -> Broadcast:
+        """A message with its stages: encoded here, and decoded as every client would."""
+        up = [stage for stage in self.environment.stages if stage.direction == "up"]
+        down = [stage for stage in self.environment.stages if stage.direction == "down"]
+        if not down:
+            return Broadcast(phase, message, round_, self.iteration, part, stages=up)
+        kinds = kinds_of(message, self.problem)
+        key = fold_in(root(self.seed, "stages"), round_)
+        payload, _ = encoded(down, message, kinds, key, {})
+        received = decoded(down, payload, like(kinds, self.problem, part))
+        return Broadcast(phase, received, round_, self.iteration, part, payload, up)
+
+    def _steps(self, phase: Phase, keys: Tensor, clients: Sequence[int]) -> list[int]:
+        """How many steps each client takes."""
+        if phase.steps == "local":
+            return self.environment.steps(fold_in(keys, 0), clients)
+        if phase.epochs is None:
+            return [int(phase.steps)] * len(clients)
+        size = self.environment.batch_size
+        return [phase.steps_on(self.transport.samples(client), size) for client in clients]
+
+    def _relative_weights(self, clients: Sequence[int]) -> list[float]:
+        weights = self.weights()
+        return [self.n * weights[client] for client in clients]
+
+    def _take(self, report: Report, replies: Replies | None) -> None:
+        """Book what a transport reports, and add what has arrived to the replies."""
+        match report:
+            case Departed(tasks):
+                sent = {b: nbytes(b.travels) for b in {task.broadcast for task in tasks}}
+                sizes = [sent[task.broadcast] + (nbytes(dict(task.own)) if task.own else 0) for task in tasks]
+                phase = tasks[0].broadcast.phase.name if tasks else ""
+                self.ledger.book(events.Sent(phase, [task.client for task in tasks], sizes))
+            case Arrived(results):
+                assert replies is not None
+                clients = [task.client for task in results.tasks]
+                phase = results.tasks[0].broadcast.phase.name
+                self.ledger.book(events.Worked(phase, clients, results.costs, [results.nbytes] * len(clients)))
+                self._end(results.tasks, replies)
+                self._accept(results, replies)
+            case Missed(task, cost, never_sent):
+                assert replies is not None
+                if cost is not None:
+                    self.ledger.book(events.Worked(task.broadcast.phase.name, [task.client], [cost], [0]))
+                if not never_sent:
+                    self.ledger.book(events.Lost())
+                self._end([task], replies)
+            case Rejected(client, why, task):
+                assert replies is not None
+                replies.refuse(client, why)
+                if task is not None:
+                    self._end([task], replies)
+
+    def _end(self, tasks: Sequence[Task], replies: Replies) -> None:
+        """Posted tasks are in flight no longer."""
+        for task in tasks:
+            if self.in_flight.get(task.client) is task:
+                del self.in_flight[task.client]
+                task.position = len(replies.ended)
+            replies.ended.append(task)
+
+    def _accept(self, results: Results, replies: Replies) -> None:
+        """Add replies of the declared form; refuse the others."""
+        broadcast = results.tasks[0].broadcast
+        found = [
+            Reply(task.position, task.client, task.steps, task.weight, self.iteration - task.broadcast.iteration, {})
+            for task in results.tasks
+        ]
+        if results.sums:
+            replies.add_sums(found, results.sums, broadcast.submodel)
+            return
+        values, why = results.values, None
+        if broadcast.stages:
+            values, why = self._decoded(broadcast, values)
+        why = why or wrong_form(values, broadcast.phase.reply, self.problem, broadcast.submodel, len(found))
+        if why:
+            for reply in found:
+                replies.refuse(reply.client, why)
+        else:
+            replies.add(found, values, broadcast.submodel)
+
+    def _decoded(self, broadcast: Broadcast, payload: Values) -> tuple[Values, str | None]:
+        """A stack of replies after the stages, or why there is none."""
+        whole = like(broadcast.phase.reply, self.problem, broadcast.submodel)
+
+        def decode(payload: Values) -> Values:
+            return decoded(broadcast.stages, payload, whole)
+
+        try:
+            return torch.func.vmap(decode)(payload), None
+        except Exception as error:  # a client can send anything
+            return payload, f"replied with what its stages cannot decode ({type(error).__name__})"
+
+    def _quorum(self, asked: int, replies: Replies) -> Replies:
+        """The end of an `ask`. Replies that were taken unchecked are judged when the next are there: a GPU is then
+        busy with those."""
+        self.settle()
+        self.unjudged = asked, replies
+        if not replies.unchecked:
+            self.settle()
+        self.record(**replies.coverage())
+        return replies
+
+    def _judge(self) -> None:
+        if self.unjudged is None:
+            return
+        asked, replies = self.unjudged
+        self.unjudged = None
+        replies.settle()
+        self._book_refusals(replies)
+        needed = min(self.environment.min_replies, asked)
+        if len(replies) < needed:
+            why = f" ({replies.refused[0]})" if replies.refused else ""
+            accepted = f"{len(replies)} of {asked} replies were accepted"
+            self.deferred_quorum_error = f"{replies.label}: {accepted}, at least {needed} needed{why}"
+
+    def _book_refusals(self, replies: Replies) -> None:
+        self.ledger.book(events.Refused(len(replies.refused)))
+        self.transport.refused(replies.refused_clients)
+
+
+EXTREMES: dict[str, Callable[..., float]] = {"max": max, "min": min}
+
+
+def _in_order(reports: Iterator[Report]) -> Iterator[Report]:
+    """The same reports, with the replies last, as one stack per broadcast in the order of the clients.
+
+    Sums then do not depend on who was first.
+    """
+    arrived: dict[Broadcast, list[Results]] = defaultdict(list)
+    for report in reports:
+        if isinstance(report, Arrived):
+            arrived[report.results.tasks[0].broadcast].append(report.results)
+        else:
+            yield report
+    for alike in arrived.values():
+        yield from _stacked(alike)
+
+
+def _stacked(alike: Sequence[Results]) -> Iterator[Report]:
+    """Results of single tasks as one stack, or as they are where a reply has another form than the others."""
+    ordered = sorted(alike, key=lambda results: results.tasks[0].position)
+    forms = {form_of(results.values) for results in ordered}
+    if len(forms) > 1:
+        yield from map(Arrived, ordered)
+        return
+    leaves = [pytree.tree_leaves(results.values) for results in ordered]
+    values = pytree.tree_unflatten(
+        [torch.cat(column) for column in zip(*leaves, strict=True)],
+        pytree.tree_structure(ordered[0].values),
+    )
+    tasks = [task for results in ordered for task in results.tasks]
+    costs = [cost for results in ordered for cost in results.costs]
+    yield Arrived(Results(tasks, costs, ordered[0].nbytes, values))
+
+
+def _by_time(tasks: Iterable[Task]) -> list[int]:
+    """The clients of tasks, in the order in which these ended."""
+    return [task.client for task in sorted(tasks, key=lambda task: (task.ended, task.number))]
+
+
+def _plain_broadcast(broadcast: Broadcast) -> tuple[Any, ...]:
+    kept = dict(broadcast.submodel.kept) if broadcast.submodel else None
+    return broadcast.phase.plain(), dict(broadcast.message), broadcast.round, broadcast.iteration, kept
+
+
+def _plain_task(task: Task, broadcast: int) -> tuple[Any, ...]:
+    return broadcast, task.number, task.position, task.client, task.steps, dict(task.own), task.key, task.weight
+
+
+def _cut(message: Mapping[str, Any], part: Submodel) -> dict[str, Any]:
+    return {name: part.cut(value) if isinstance(value, Tree) else value for name, value in message.items()}

@@ -1,0 +1,123 @@
+"""Stages: what happens to the values of a message between its sender and its receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedbilevel import checks
+from fedbilevel.federation.phase import FrozenDataclass
+from fedbilevel.rng import fold_in
+from fedbilevel.tree import Tree, project
+
+_registry: dict[str, type[Stage]] = {}
+
+
+class Stage(FrozenDataclass):
+    """One thing that happens to a value on its way: `encode` at the sender, `decode` at the receiver.
+
+    Written for one message and pure, so that a stack of replies can go through it at once. What `encode` returns is
+    what travels and what is counted in bytes. A subclass with a `name` can be named in an experiment.
+
+    Attributes:
+        remembers: whether the stage keeps a memory with each client, by the value's name (replies only).
+        direction: "up" for replies, "down" for what the server sends to everyone.
+        values: the names of the values it applies to; none: every tree.
+    """
+
+    name: ClassVar[str]
+    remembers: ClassVar[bool] = False
+
+    direction: Literal["up", "down"] = "up"
+    values: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls):
+            _registry[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        checks.one_of("direction", self.direction, ("up", "down"))
+
+    def applies(self, name: str) -> bool:
+        return not self.values or name in self.values
+
+    def encode(self, value: Tree, key: Tensor, memory: Any) -> tuple[Any, Any]:
+        """What travels instead of `value`, and the memory for the next time; `memory` is () the first time."""
+        return value, memory
+
+    def decode(self, payload: Any, like: Tree) -> Tree:
+        """The value as the receiver takes it, shaped like `like`."""
+        return payload  # type: ignore[no-any-return]
+
+
+class Clip(Stage):
+    """value <- value min(1, norm / ||value||), at the receiver, so that no client can push further than others."""
+
+    name = "clip"
+
+    norm: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive("norm", self.norm)
+
+    def decode(self, payload: Tree, like: Tree) -> Tree:
+        return project(payload, self.norm)
+
+
+class Half(Stage):
+    """Half the bytes: values travel as float16. What is beyond its range (65504) arrives as infinity."""
+
+    name = "half"
+
+    direction: Literal["up", "down"] = "down"
+
+    def encode(self, value: Tree, key: Tensor, memory: Any) -> tuple[Any, Any]:
+        return value.map(lambda t: t.to(torch.float16)), memory
+
+    def decode(self, payload: Tree, like: Tree) -> Tree:
+        return payload.map(lambda t, other: t.to(other.dtype), like)
+
+
+def names() -> list[str]:
+    """The stages that an experiment can name."""
+    return list(_registry)
+
+
+def get(name: str) -> type[Stage]:
+    return _registry[checks.one_of("stage", name, _registry)]
+
+
+def encoded(
+    stages: Sequence[Stage],
+    values: Mapping[str, Any],
+    names: Iterable[str],
+    key: Tensor,
+    memory: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values as they travel after the named ones went through the stages, and the stages' new memories."""
+    sent = dict(values)
+    kept: dict[str, Any] = {}
+    for position, name in enumerate(names):
+        for place, stage in enumerate(stages):
+            if stage.applies(name):
+                own_key = fold_in(fold_in(key, place), position)
+                owner = f"{place} {name}"
+                sent[name], after = stage.encode(sent[name], own_key, memory.get(owner, ()))
+                if stage.remembers:
+                    kept[owner] = after
+    return sent, kept
+
+
+def decoded(stages: Sequence[Stage], payload: Mapping[str, Any], like: Mapping[str, Tree]) -> dict[str, Any]:
+    """The values that a payload stands for; `like` has the shapes of those that went through the stages."""
+    values = dict(payload)
+    for name, whole in like.items():
+        for stage in reversed(stages):
+            if stage.applies(name):
+                values[name] = stage.decode(values[name], whole)
+    return values

@@ -1,0 +1,105 @@
+"""What a federation expects of a transport, and what a transport reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from fedbilevel.federation.task import Results, Task, TaskCost
+from fedbilevel.tree import Tree
+
+
+class Departed(NamedTuple):
+    """Tasks went to their clients."""
+
+    tasks: Sequence[Task]
+
+
+class Arrived(NamedTuple):
+    """Replies came; nobody has checked them."""
+
+    results: Results
+
+
+class Missed(NamedTuple):
+    """A task ended without a reply; `cost` is what the client spent all the same, if that is known."""
+
+    task: Task
+    cost: TaskCost | None = None
+    never_sent: bool = False
+
+
+class Rejected(NamedTuple):
+    """A reply of this client cannot be used; `task` is the one that has ended with it, if one has."""
+
+    client: int
+    why: str
+    task: Task | None = None
+
+
+Report = Departed | Arrived | Missed | Rejected
+
+
+class Transport(Protocol):
+    """Carries tasks to clients and reports what becomes of them; tells the time and who is there.
+
+    Attributes:
+        ordered: whether reports come in an order that does not depend on timing. If not, the federation adds up
+            the replies of an `ask` in the order of its clients.
+    """
+
+    ordered: bool
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began, on this transport's clock."""
+        ...
+
+    def absent(self, needed: int, busy: Collection[int]) -> Collection[int]:
+        """The clients that cannot be asked now; waits until `needed` of the others can be."""
+        ...
+
+    def samples(self, client: int) -> int:
+        """How many training samples a client holds."""
+        ...
+
+    def send(self, tasks: Sequence[Task], barrier: bool) -> Iterator[Report]:
+        """Hand tasks over. With a barrier nothing else happens until all of them have ended."""
+        ...
+
+    def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterator[Report]:
+        """Report what becomes of these tasks, until all have ended; None: of what was sent without a barrier, until
+        `limit` replies have come or none are left."""
+        ...
+
+    def refused(self, clients: Sequence[int]) -> None:
+        """Replies of these clients were not accepted."""
+        ...
+
+    def losses(self, x: Tree, y: Tree) -> dict[str, float]:
+        """The upper and lower loss over the clients; costs nothing."""
+        ...
+
+    def standstill(self) -> AbstractContextManager[None]:
+        """Within, no time passes."""
+        ...
+
+    def mark(self) -> Any:
+        """What `back` needs to undo everything that happens from now on, until the next mark."""
+        ...
+
+    def back(self, mark: Any) -> None: ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state as plain values and tensors, for a file."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
+        """Go on from a snapshot; `tasks` are those that were in flight without a barrier, by client."""
+        ...
+
+    def keep_in(self, folder: Path) -> None:
+        """Where to put, from now on, what would make every checkpoint large."""
+        ...

@@ -1,0 +1,345 @@
+"""A simulated transport: clients in this process, and a virtual clock with delays and faults."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedbilevel import ranks
+from fedbilevel.environment import Environment
+from fedbilevel.execution.executor import Executor
+from fedbilevel.federation.replies import join, row, select
+from fedbilevel.federation.task import Results, Task, TaskCost, Values
+from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report
+from fedbilevel.rng import fold_in, root, subset
+from fedbilevel.tree import Tree, nbytes
+
+AHEAD = 1024  # posted tasks that are computed together, because one of them is due
+
+Losses = Callable[[Tree, Tree], dict[str, float]]
+
+
+class Ending(NamedTuple):
+    """When a task ends and how. Ties go by the task's number; `copy` 1 is a second reply to the same task."""
+
+    due: float
+    number: int
+    copy: int
+    client: int
+    lost: bool
+
+
+class Packing(NamedTuple):
+    """How the values of one client lie in a row of bytes: one tensor per waiting reply is little to keep."""
+
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...]
+    form: pytree.TreeSpec
+
+    def stack(self, rows: Tensor) -> Values:
+        sizes = [dtype.itemsize * shape.numel() for dtype, shape in self.kinds]
+        parts = zip(rows.split(sizes, 1), self.kinds, strict=True)
+        values = [_contiguous(part).view(-1).view(dtype).view(len(rows), *shape) for part, (dtype, shape) in parts]
+        return pytree.tree_unflatten(values, self.form)  # type: ignore[no-any-return]
+
+
+def packed(stack: Values) -> tuple[Tensor, Packing]:
+    """A stack of replies as rows of bytes."""
+    tensors, form = pytree.tree_flatten(stack)
+    rows = [_contiguous(t.reshape(len(t), -1)).view(torch.uint8) for t in tensors]
+    return torch.cat(rows, 1), Packing(tuple((t.dtype, t.shape[1:]) for t in tensors), form)
+
+
+def _contiguous(t: Tensor) -> Tensor:
+    # `contiguous` leaves a single row where it is, at an address and with strides that another dtype need not allow.
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+class Flight(NamedTuple):
+    """A posted task on its way, and its reply once that is computed."""
+
+    task: Task
+    reply: tuple[Tensor, Packing] | None = None
+    cost: TaskCost = TaskCost()
+
+
+class VirtualClock:
+    """Clients in this process: who is asked what, when it ends, and what becomes of it.
+
+    An `ask` takes as long as its slowest client, a posted task is due when its client's delay is over. What a posted
+    task computes depends only on what was sent, so it is computed when it is first needed, together with others that
+    are under way.
+
+    Args:
+        executor: computes what tasks return.
+        clients: how many there are.
+        environment: delays, stragglers, faults and the deadline.
+        seed: of the choice of stragglers; delays and faults are keyed by the task.
+        device: where waiting replies are kept.
+        losses: the upper and lower loss over the clients.
+    """
+
+    ordered = True
+
+    def __init__(
+        self,
+        executor: Executor,
+        clients: int,
+        environment: Environment,
+        *,
+        seed: int,
+        device: str,
+        losses: Losses,
+    ) -> None:
+        self.executor = executor
+        self.clients = clients
+        self.environment = environment
+        self.device = device
+        self.losses = losses
+        self.now = 0.0
+        self.flights: dict[int, Flight] = {}  # by client
+        self.uncomputed: dict[int, None] = {}  # the clients whose reply is yet to be computed, oldest first
+        self.endings: list[Ending] = []  # a heap
+        self.free_at: dict[int, float] = {}  # when a client that is busy or away can begin the next task
+        slow = environment.stragglers
+        self.slow = frozenset(subset(root(seed, "stragglers"), clients, slow.clients) if slow else ())
+
+    def absent(self, needed: int, busy: Collection[int]) -> Collection[int]:
+        self.free_at = {client: time for client, time in self.free_at.items() if time > self.now}
+        missing = needed - (self.clients - len(self.free_at))
+        if missing > 0:
+            self.now = sorted(self.free_at.values())[missing - 1]
+        return {client for client, time in self.free_at.items() if time > self.now}
+
+    def samples(self, client: int) -> int:
+        return self.executor.samples(client)
+
+    def send(self, tasks: Sequence[Task], barrier: bool) -> Iterator[Report]:
+        yield Departed(tasks)
+        if barrier:
+            return
+        at_once = [Ending(self.now, task.number, 0, task.client, False) for task in tasks]
+        endings = self._endings(tasks, float("inf")) or at_once
+        lost = {ending.number for ending in endings if ending.lost}
+        self.flights |= {task.client: Flight(task) for task in tasks}
+        self.uncomputed |= {task.client: None for task in _computed(tasks, lost)}
+        for ending in endings:
+            heapq.heappush(self.endings, ending)
+
+    def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterator[Report]:
+        return self._collected(limit) if tasks is None else self._awaited(tasks)
+
+    def _awaited(self, tasks: Sequence[Task]) -> Iterator[Report]:
+        """What becomes of tasks with a barrier."""
+        endings = self._endings(tasks, self.now + (self.environment.deadline or float("inf")))
+        lost = {ending.number for ending in endings if ending.lost}
+        if tasks and tasks[0].broadcast.remembers:  # what was posted before comes before
+            self._compute([task.client for task in tasks if task.client in self.uncomputed])
+        costs: dict[int, TaskCost] = {}
+        for results in self.executor.run(_computed(tasks, lost), sums=self._only_summed(tasks)):
+            costs |= {task.number: cost for task, cost in zip(results.tasks, results.costs, strict=True) if lost}
+            kept = [j for j, task in enumerate(results.tasks) if task.number not in lost]
+            if kept:
+                yield from self._arrivals(_chosen(results, kept))
+        by_number = {task.number: task for task in tasks} if endings else {}
+        for ending in sorted(endings):
+            self.now = max(self.now, ending.due)
+            task = by_number[ending.number]
+            task.ended = ending.due
+            if ending.copy:
+                yield Rejected(ending.client, "answered twice")
+            elif ending.lost:
+                yield Missed(task, costs.get(ending.number))
+
+    def _collected(self, limit: int) -> Iterator[Report]:
+        """What comes next of the tasks without a barrier."""
+        arrived: list[int] = []
+        while self.endings and len(arrived) < limit:
+            ending = heapq.heappop(self.endings)
+            self.now = max(self.now, ending.due)
+            if ending.copy:
+                yield Rejected(ending.client, "answered twice")
+                continue
+            task = self.flights[ending.client].task
+            task.ended = ending.due
+            if not ending.lost:
+                arrived.append(ending.client)
+                continue
+            cost = None
+            if task.broadcast.remembers:
+                self._compute([ending.client])
+                cost = self.flights[ending.client].cost
+            del self.flights[ending.client]
+            yield Missed(task, cost)
+        self._compute([client for client in arrived if self.flights[client].reply is None])
+        groups: dict[int, list[Flight]] = {}
+        for client in arrived:
+            flight = self.flights.pop(client)
+            groups.setdefault(id(flight.task.broadcast.submodel), []).append(flight)
+        for flights in groups.values():
+            yield from self._arrivals(_landed(flights))
+
+    def _compute(self, needed: list[int]) -> None:
+        """Compute the replies of these clients' posted tasks, and of more of those under way while at it."""
+        if not needed:
+            return
+        together = dict.fromkeys([*needed, *itertools.islice(self.uncomputed, AHEAD)])
+        for results in self.executor.run([self.flights[client].task for client in together]):
+            rows, packing = packed(results.values)
+            for task, cost, reply in zip(results.tasks, results.costs, rows.split(1), strict=True):
+                # A copy: a view would keep the whole stack for as long as the reply of a straggler is waited for.
+                self.flights[task.client] = Flight(task, (reply.clone(), packing), cost)
+                self.uncomputed.pop(task.client, None)
+
+    def _endings(self, tasks: Sequence[Task], latest: float) -> list[Ending]:
+        """When and how tasks end, what would come after `latest` being lost; none where all end well and now."""
+        faults = self.environment.faults
+        if not tasks or (self.environment.delay is None and faults is None):
+            return []
+        keys = torch.tensor([task.key for task in tasks])
+        seconds = self._durations(tasks, keys)
+        never = [False] * len(tasks)
+        dropped = faults.happen(fold_in(keys, 4), "drop") if faults else never
+        doubled = faults.happen(fold_in(keys, 4), "duplicate") if faults else never
+        leaving = faults.happen(fold_in(keys, 4), "leave") if faults else never
+        endings = []
+        for j, task in enumerate(tasks):
+            due = max(self.now, self.free_at.get(task.client, 0.0)) + seconds[j]
+            lost = dropped[j] or due > latest
+            endings.append(Ending(min(due, latest), task.number, 0, task.client, lost))
+            if doubled[j] and not lost:
+                endings.append(Ending(due, task.number, 1, task.client, False))
+            self.free_at[task.client] = due + (faults.away_s if faults and leaving[j] else 0.0)
+        return endings
+
+    def _durations(self, tasks: Sequence[Task], keys: Tensor) -> list[float]:
+        delay, stragglers = self.environment.delay, self.environment.stragglers
+        if delay is None:
+            return [0.0] * len(tasks)
+        seconds = delay.seconds(fold_in(keys, 3), [task.client for task in tasks])
+        if stragglers is None:
+            return seconds
+        slowdown = {True: stragglers.slowdown, False: 1.0}
+        return [slowdown[task.client in self.slow] * second for task, second in zip(tasks, seconds, strict=True)]
+
+    def _only_summed(self, tasks: Sequence[Task]) -> bool:
+        """Whether nobody looks at a single reply of these."""
+        some = [task.broadcast for task in tasks[:1]]
+        return all(broadcast.phase.summed and not broadcast.stages for broadcast in some) and not self._corrupts
+
+    @property
+    def _corrupts(self) -> bool:
+        return bool(self.environment.faults and self.environment.faults.corrupt)
+
+    def _arrivals(self, results: Results) -> Iterator[Report]:
+        """Replies as they arrive: some are spoilt, as lying clients would, half not finite, half of another shape."""
+        faults = self.environment.faults
+        if not self._corrupts or faults is None:
+            yield Arrived(results)
+            return
+        keys = fold_in(torch.tensor([task.key for task in results.tasks]), 5)
+        spoilt = faults.happen(keys, "corrupt")
+        values = pytree.tree_map(torch.clone, results.values)
+        floats = [leaf for leaf in pytree.tree_leaves(values) if leaf.is_floating_point()]
+        kept = []
+        for j, misshapen in enumerate((keys % 2 == 0).tolist()):
+            if spoilt[j] and (misshapen or not floats):
+                nothing = pytree.tree_map(lambda t, j=j: t[j].reshape(1, -1)[:, :0], values)
+                yield Arrived(_chosen(results, [j])._replace(values=nothing))
+                continue
+            if spoilt[j]:
+                for leaf in floats:
+                    leaf[j] = float("nan")
+            kept.append(j)
+        if kept:
+            yield Arrived(_chosen(results._replace(values=values), kept))
+
+    def refused(self, clients: Sequence[int]) -> None:
+        pass
+
+    @contextmanager
+    def standstill(self) -> Iterator[None]:
+        now = self.now
+        free_at = dict(self.free_at)
+        try:
+            yield
+        finally:
+            self.now = now
+            self.free_at = free_at
+
+    def mark(self) -> Any:
+        state = self.now, dict(self.free_at), dict(self.flights), dict(self.uncomputed), list(self.endings)
+        return state, self.executor.mark()
+
+    def back(self, mark: Any) -> None:
+        (self.now, free_at, flights, uncomputed, endings), executor = mark
+        self.free_at, self.flights = dict(free_at), dict(flights)
+        self.uncomputed, self.endings = dict(uncomputed), list(endings)
+        self.executor.back(executor)
+
+    def snapshot(self) -> dict[str, Any]:
+        computed = {
+            client: (row(packing.stack(reply), 0), *flight.cost)
+            for client, flight in self.flights.items()
+            if flight.reply is not None
+            for reply, packing in [flight.reply]
+        }
+        return {
+            "now": self.now,
+            "free_at": dict(self.free_at),
+            "uncomputed": list(self.uncomputed),
+            "endings": [tuple(ending) for ending in self.endings],
+            "computed": computed,
+            "executors": ranks.gather(self.executor.snapshot()),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
+        self.now = snapshot["now"]
+        self.free_at = dict(snapshot["free_at"])
+        self.uncomputed = dict.fromkeys(snapshot["uncomputed"])
+        self.endings = [Ending(*ending) for ending in snapshot["endings"]]
+        self.flights = {client: Flight(task) for client, task in tasks.items()}
+        for client, (values, *cost) in snapshot["computed"].items():
+            here = pytree.tree_map(lambda t: t.to(self.device), values)
+            self.flights[client] = Flight(tasks[client], packed(join([here])), TaskCost(*cost))
+        self.executor.restore(snapshot["executors"])
+
+    def keep_in(self, folder: Path) -> None:
+        self.executor.keep_in(folder)
+
+
+def _computed(tasks: Sequence[Task], lost: set[int]) -> Sequence[Task]:
+    """The tasks whose result matters: of a lost one only what the client remembers does."""
+    if not lost:
+        return tasks
+    return [task for task in tasks if task.number not in lost or task.broadcast.remembers]
+
+
+def _chosen(results: Results, places: list[int]) -> Results:
+    """The results of some of the tasks."""
+    if len(places) == len(results.tasks):
+        return results
+    return results._replace(
+        tasks=[results.tasks[j] for j in places],
+        costs=[results.costs[j] for j in places],
+        values=select(results.values, places),
+    )
+
+
+def _landed(flights: Sequence[Flight]) -> Results:
+    """Computed replies as a stack."""
+    replies = [flight.reply for flight in flights if flight.reply is not None]
+    packing = replies[0][1]
+    if all(other is packing or other == packing for _, other in replies):
+        values = packing.stack(torch.cat([reply for reply, _ in replies]))
+    else:  # of other dtypes, because a number was sent as another type
+        values = join([row(other.stack(reply), 0) for reply, other in replies])
+    size = nbytes(values) // len(flights)
+    return Results([flight.task for flight in flights], [flight.cost for flight in flights], size, values)
