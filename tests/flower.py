@@ -11,9 +11,9 @@ import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedbilevel.federation.conduct import Conduct
-from fedbilevel.federation.flower import client, server
-from fedbilevel.federation.flower.server import FlowerFederation
+from fedbilevel.deploy.conduct import Conduct
+from fedbilevel.deploy.flower import client, server
+from fedbilevel.deploy.flower.server import FlowerFederation
 from fedbilevel.problem import ClientData
 from fedbilevel.runs import config as configs
 from fedbilevel.runs.runner import load, run_of, simulation

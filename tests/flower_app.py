@@ -9,8 +9,8 @@ from typing import Any
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
-from fedbilevel.federation.flower import warm
-from fedbilevel.federation.flower.wire import encode
+from fedbilevel.deploy.flower import warm
+from fedbilevel.deploy.flower.wire import encode
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.record import replace
 from tests.flower import config, federation

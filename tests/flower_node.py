@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
-from fedbilevel.federation.flower import client, warm
-from fedbilevel.federation.flower.wire import decode, encode
+from fedbilevel.deploy.flower import client, warm
+from fedbilevel.deploy.flower.wire import decode, encode
 from fedbilevel.tree import Tree
 from tests.flower import config, simulated
 

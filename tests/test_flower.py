@@ -15,10 +15,10 @@ from flwr.proto.message_pb2 import ObjectTree
 from fedbilevel import algorithms
 from fedbilevel.cli import _with_clients, main
 from fedbilevel.federation import QuorumError, SimulatedFederation
-from fedbilevel.federation.conduct import Conduct
-from fedbilevel.federation.flower import client, keys, warm
-from fedbilevel.federation.flower.deployment import Deployment, split
-from fedbilevel.federation.flower.wire import WireError, decode, encode
+from fedbilevel.deploy.conduct import Conduct
+from fedbilevel.deploy.flower import client, keys, warm
+from fedbilevel.deploy.flower.deployment import Deployment, split
+from fedbilevel.deploy.flower.wire import WireError, decode, encode
 from fedbilevel.runs import config as configs
 from fedbilevel.tasks import Task
 from fedbilevel.tree import Tree, flatten

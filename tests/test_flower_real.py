@@ -19,8 +19,8 @@ import pytest
 import tomli_w
 import torch
 
-from fedbilevel.federation.flower import client, keys, warm
-from fedbilevel.federation.flower.deployment import Deployment, DeploymentError, alive, end, free_port, read_report
+from fedbilevel.deploy.flower import client, keys, warm
+from fedbilevel.deploy.flower.deployment import Deployment, DeploymentError, alive, end, free_port, read_report
 from fedbilevel.runs import checkpoint
 from fedbilevel.tree import flatten
 from tests.flower import config, simulated
