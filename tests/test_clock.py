@@ -641,7 +641,7 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
         (Faults, {"drop": 0.5, "corrupt": 0.5}, "drop is 0.5 and corrupt is 0.5; some replies must get through"),
         (Faults, {"away_s": 0.0}, "away_s is 0.0; it must be above 0"),
         (fb.Environment, {"delay": 2.0}, "delay is 2.0; it must be one of fedbilevel.delays, or None"),
-        (fb.Environment, {"faults": 0.1}, "faults is 0.1; it must be one of fedbilevel.delays, or None"),
+        (fb.Environment, {"faults": 0.1}, "faults is 0.1; it must be a fedbilevel.delays.Faults"),
         (fb.Environment, {"deadline": 2.0}, "deadline is 2.0 but delay is None; without delays there are none"),
         (fb.Environment, {"delay": Constant(), "deadline": -1.0}, "deadline is -1.0; it must be above 0"),
         (

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+import fedbilevel as fb
 from fedbilevel import algorithms, delays, schedules, settings
 from fedbilevel.schedules import Cosine, Power, Step
 from fedbilevel.settings import (
@@ -310,6 +311,32 @@ def test_functions_declare_their_arguments() -> None:
 
 
 # Objects of the library
+
+
+@hypothesis_settings(deadline=None, max_examples=200)
+@given(
+    st.one_of(
+        st.integers(-1, 5),
+        st.floats(-1, 3),
+        st.lists(st.integers(0, 5), max_size=3),
+        st.tuples(st.integers(0, 5), st.integers(0, 5)),
+        st.none() | st.text(max_size=2),
+    )
+)
+@example([2, 1])
+@example((2, 1))
+@example(())
+def test_local_steps(value: Any) -> None:
+    entries = list(value) if isinstance(value, (tuple, list)) else [value]
+    allowed = all(type(entry) is int and entry >= 1 for entry in entries)
+    if isinstance(value, tuple):
+        allowed = allowed and len(value) == 2 and value[0] <= value[1]
+    if not allowed:
+        refusal(fb.Environment, local_steps=value)
+        return
+    assert fb.Environment(local_steps=value).local_steps == value
+    form = {list: {"clients": value}, tuple: list(entries), int: value}[type(value)]
+    assert settings.build(fb.Environment, "environment", {"local_steps": form}).local_steps == value
 
 
 def test_every_default_of_an_algorithm_is_allowed() -> None:
