@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import fedbilevel as fb
 from fedbilevel import algorithms, delays, schedules, settings
+from fedbilevel.federation.conduct import Conduct
+from fedbilevel.runs import config as configs
 from fedbilevel.schedules import Cosine, Power, Step
 from fedbilevel.settings import (
     Bounds,
@@ -313,6 +315,37 @@ def test_functions_declare_their_arguments() -> None:
 # Objects of the library
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        (fb.Environment, "environment.participation", "3.5"),
+        (fb.Environment, "environment.participation", "0"),
+        (fb.Environment, "environment.min_replies", "0"),
+        (fb.Environment, "environment.batch_size", "true"),
+        (fb.Environment, "environment.local_steps", "2.5"),
+        (fb.Environment, "environment.deadline", "-1.0"),
+        (fb.Environment, "environment.capacity", "1.5"),
+        (fb.Environment, "environment.capacity_y", "[0.5, 0.0]"),
+        (delays.Faults, "environment.faults.leave", "1.5"),
+        (Conduct, "conduct.deadline_s", "0"),
+        (Conduct, "conduct.strikes", "0"),
+        (Conduct, "conduct.norm_bound", "nan"),
+        (algorithms.SimFBO, "algorithm.lr_x", "-0.1"),
+        (algorithms.SimFBO, "algorithm.lr_x", "'fast'"),
+    ],
+)
+def test_constructor_file_and_command_line_refuse_alike(kind: Any, key: str, value: str) -> None:
+    def resolve(text: str, *chosen: str) -> configs.Config:
+        table = tomllib.loads(f'task.name = "quadratic"\n{text}')
+        return configs.resolve("a.toml", table, settings=chosen)
+
+    meant = tomllib.loads(f"value = {value}")["value"]
+    section, _, name = key.rpartition(".")
+    sentence = f"a.toml: {section}.{refusal(kind, **{name: meant})}"
+    assert refusal(resolve, f"{key} = {value}") == sentence
+    assert refusal(resolve, "", f"{key}={value}") == sentence
+
+
 @hypothesis_settings(deadline=None, max_examples=200)
 @given(
     st.one_of(
@@ -343,6 +376,13 @@ def test_every_default_of_an_algorithm_is_allowed() -> None:
     for name in algorithms.names():
         for setting in declared(algorithms.get(name)):
             setting.rule.check(setting.name, setting.default)
+
+
+def test_a_resolved_schedule_is_written_with_its_defaults() -> None:
+    lr_x = 'algorithm.lr_x = { schedule = "power", start = 1 }'
+    table = tomllib.loads(f'task.name = "quadratic"\n{lr_x}')
+    written = configs.resolve("a.toml", table).table["algorithm"]["lr_x"]
+    assert written == {"schedule": "power", "start": 1.0, "power": 0.5, "after": 1.0}
 
 
 # Listings
