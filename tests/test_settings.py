@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 import tomllib
@@ -32,6 +33,7 @@ from fedbilevel.settings import (
     at_least,
     declared,
 )
+from tests.tool import call
 
 
 class Checked:
@@ -409,6 +411,29 @@ def test_texts_and_defaults() -> None:
     assert others["schedule"] == "Power, or None"
     assert [setting.default for setting in declared(Parent)] == [1.0, 1]
     assert declared(schedules.Cosine)[0].default is settings.REQUIRED
+
+
+def test_algorithms_are_listed_with_their_settings() -> None:
+    code, out, err = call("list", "algorithms", "--verbose")
+    assert (code, err) == (0, "")
+    sections = re.split(r"\n(?! )", out.rstrip("\n"))
+    assert [section.split()[0] for section in sections] == algorithms.names()
+    for name, section in zip(algorithms.names(), sections, strict=True):
+        listed = [line.split()[0] for line in section.splitlines()[1:]]
+        assert listed == [field.name for field in dataclasses.fields(algorithms.get(name))]
+    simfbo = sections[algorithms.names().index("simfbo")]
+    assert re.search(r"^    lr_x = 0\.05 +number above 0, or a schedule$", simfbo, re.MULTILINE)
+    assert re.search(r"^    independent_batches = false +true or false$", simfbo, re.MULTILINE)
+    fednest = sections[algorithms.names().index("fednest")]
+    assert re.search(r"^    compat \(not set\) +'reference', or None$", fednest, re.MULTILINE)
+    plain = call("list", "algorithms").out.splitlines()
+    assert plain == [section.splitlines()[0] for section in sections]
+
+
+def test_tasks_are_listed_with_their_settings() -> None:
+    out = call("list", "tasks", "--verbose").out
+    assert re.search(r"^quadratic\n    clients = 8 +whole number$", out, re.MULTILINE)
+    assert "seed" not in out
 
 
 def test_the_core_does_without_pydantic() -> None:
