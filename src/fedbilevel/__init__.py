@@ -7,7 +7,7 @@ from typing import Any
 # The library that torch's threads come from reads this once, when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fedbilevel import algorithms, delays, linear, memory, nets, schedules, tasks
+from fedbilevel import algorithms, delays, linear, memory, nets, schedules, stages, tasks
 from fedbilevel.diagnosis import check
 from fedbilevel.environment import Environment
 from fedbilevel.hypergradient import finite_difference, hypergradient, solve_lower
@@ -40,6 +40,7 @@ __all__ = [
     "solve",
     "solve_lower",
     "split_module",
+    "stages",
     "tasks",
 ]
 

@@ -6,15 +6,19 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from fedbilevel import checks
+from fedbilevel import checks, settings
 from fedbilevel.rng import fold_in, integers, normal, uniform
+from fedbilevel.settings import Count, Positive, Probability, Rule, within
+
+AboveOne = Annotated[float, within("above 1, or there is no mean", lambda value: value > 1)]
+AtLeastOne = Annotated[float, within("at least 1", lambda value: value >= 1)]
 
 
 @runtime_checkable
@@ -28,10 +32,10 @@ class Delay(Protocol):
 class Constant:
     """Always `mean` seconds."""
 
-    mean: float = 1.0
+    mean: Positive = 1.0
 
     def __post_init__(self) -> None:
-        checks.positive("mean", self.mean)
+        settings.check(self)
 
     def seconds(self, keys: Tensor, clients: Sequence[int]) -> list[float]:
         return [self.mean] * len(clients)
@@ -41,12 +45,11 @@ class Constant:
 class LogNormal:
     """`mean` exp(sigma N - sigma^2 / 2), N standard normal: heavy-tailed, with this mean."""
 
-    mean: float = 1.0
-    sigma: float = 0.5
+    mean: Positive = 1.0
+    sigma: Positive = 0.5
 
     def __post_init__(self) -> None:
-        checks.positive("mean", self.mean)
-        checks.positive("sigma", self.sigma)
+        settings.check(self)
 
     def seconds(self, keys: Tensor, clients: Sequence[int]) -> list[float]:
         drawn = normal(keys, (), torch.float64)
@@ -57,13 +60,11 @@ class LogNormal:
 class Pareto:
     """least U^(-1/shape), U uniform: a power law; `least` = mean (shape - 1) / shape gives it this mean."""
 
-    mean: float = 1.0
-    shape: float = 2.5
+    mean: Positive = 1.0
+    shape: AboveOne = 2.5
 
     def __post_init__(self) -> None:
-        checks.positive("mean", self.mean)
-        if checks.number("shape", self.shape) <= 1:
-            raise ValueError(f"shape is {self.shape}; it must be above 1, or there is no mean")
+        settings.check(self)
 
     def seconds(self, keys: Tensor, clients: Sequence[int]) -> list[float]:
         least = self.mean * (self.shape - 1) / self.shape
@@ -77,6 +78,7 @@ class Trace:
     path: str
 
     def __post_init__(self) -> None:
+        settings.check(self)
         self.rows  # noqa: B018  (a wrong file is refused at once)
 
     @cached_property
@@ -115,13 +117,11 @@ class Trace:
 class Stragglers:
     """So many clients, the same ones throughout a run, take `slowdown` times as long."""
 
-    clients: int
-    slowdown: float = 5.0
+    clients: Count
+    slowdown: AtLeastOne = 5.0
 
     def __post_init__(self) -> None:
-        checks.integer("clients", self.clients, least=1)
-        if checks.number("slowdown", self.slowdown) < 1:
-            raise ValueError(f"slowdown is {self.slowdown}; it must be at least 1")
+        settings.check(self)
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,14 @@ class Faults:
     task the client is away for `away_s` virtual seconds; what it is sent in the meantime it begins when it is back.
     """
 
-    drop: float = 0.0
-    duplicate: float = 0.0
-    corrupt: float = 0.0
-    leave: float = 0.0
-    away_s: float = 10.0
+    drop: Probability = 0.0
+    duplicate: Probability = 0.0
+    corrupt: Probability = 0.0
+    leave: Probability = 0.0
+    away_s: Positive = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("drop", "duplicate", "corrupt", "leave"):
-            if not 0 <= checks.number(name, getattr(self, name)) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
-        checks.positive("away_s", self.away_s)
+        settings.check(self)
         if math.isclose(self.drop + self.corrupt, 1) or self.drop + self.corrupt > 1:
             raise ValueError(f"drop is {self.drop} and corrupt is {self.corrupt}; some replies must get through")
 
@@ -155,3 +152,13 @@ class Faults:
 
 
 MODELS = {"constant": Constant, "lognormal": LogNormal, "pareto": Pareto, "trace": Trace}
+
+
+def _check(name: str, value: Any) -> Any:
+    if not isinstance(value, Delay):
+        raise TypeError(f"{name} is {value!r}; it must be one of fedbilevel.delays, or None")
+    return value
+
+
+_read = partial(settings.read_kind, "model", MODELS)
+DelayModel = Annotated[Delay, Rule("one of fedbilevel.delays", _check, _read)]

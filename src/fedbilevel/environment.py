@@ -4,12 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 
-from fedbilevel import checks
-from fedbilevel.delays import Delay, Faults, Stragglers, Trace
+from fedbilevel import checks, settings
+from fedbilevel.delays import DelayModel, Faults, Stragglers, Trace
 from fedbilevel.rng import fold_in, integers
+from fedbilevel.settings import Count, Fraction, Positive, Rule
+from fedbilevel.stages import Stages
+
+
+def _check_local_steps(name: str, value: Any) -> Any:
+    if not isinstance(value, (tuple, list)):
+        return checks.integer(name, value, least=1)
+    for steps in value:
+        checks.integer(name, steps, least=1)
+    if isinstance(value, tuple) and not (len(value) == 2 and value[0] <= value[1]):
+        raise ValueError(f"{name} is {value}; a tuple must be (low, high) with low <= high")
+    return value
+
+
+def _read_local_steps(key: str, value: Any) -> Any:
+    """In TOML an array of two is a range, and {clients = [...]} has one entry per client."""
+    if isinstance(value, list) and len(value) == 2:
+        value = tuple(value)
+    elif isinstance(value, dict) and isinstance(value.get("clients"), list) and len(value) == 1:
+        value = value["clients"]
+    elif isinstance(value, (list, dict)):
+        allowed = "a number, [low, high] or {clients = [...]}"
+        raise ValueError(f"{key} is {value}; it must be {allowed}")
+    return _check_local_steps(key, value)
+
+
+def _check_capacity(name: str, value: Any) -> Any:
+    if not isinstance(value, list):
+        return checks.fraction(name, value)
+    if not value:
+        raise ValueError(f"{name} is an empty list; it must hold ratios in (0, 1]")
+    return [checks.fraction(name, ratio) for ratio in value]
+
+
+def _read_batch_size(key: str, value: Any) -> Any:
+    """TOML has no None: the full batch is called "full"."""
+    return None if value == "full" else _BATCH_SIZE.read(key, value)
+
+
+_BATCH_SIZE = settings.rule(Count | None)
+BatchSize = Annotated[int | None, Rule(_BATCH_SIZE.text, _BATCH_SIZE.check, _read_batch_size)]
+LocalSteps = Annotated[
+    int | tuple[int, int] | list[int],
+    Rule(
+        "whole number, at least 1, or (low, high), or a list with one entry per client",
+        _check_local_steps,
+        _read_local_steps,
+    ),
+]
+Capacity = Annotated[
+    float | list[float],
+    Rule("number in (0, 1], or a list of such numbers", _check_capacity),
+]
 
 
 @dataclass(frozen=True)
@@ -26,52 +80,33 @@ class Environment:
     goes wrong.
     capacity: how wide a submodel a client can hold, as a ratio in (0, 1]; a list is dealt to the clients in turn.
     capacity_y: the same for what is in y alone, where it differs.
+    stages: what messages and replies go through on their way (`fedbilevel.stages`).
     """
 
-    participation: int | float = 1.0
-    local_steps: int | tuple[int, int] | list[int] = 1
-    batch_size: int | None = None
-    min_replies: int = 1
-    delay: Delay | None = None
+    participation: Count | Fraction = 1.0
+    local_steps: LocalSteps = 1
+    batch_size: BatchSize = None
+    min_replies: Count = 1
+    delay: DelayModel | None = None
     stragglers: Stragglers | None = None
-    deadline: float | None = None
+    deadline: Positive | None = None
     faults: Faults | None = None
-    capacity: float | list[float] = 1.0
-    capacity_y: float | list[float] | None = None
+    capacity: Capacity = 1.0
+    capacity_y: Capacity | None = None
+    stages: Stages = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.participation, float):
-            checks.fraction("participation", self.participation)
-        else:
-            checks.integer("participation", self.participation, least=1)
-        if isinstance(self.local_steps, (tuple, list)):
-            for steps in self.local_steps:
-                checks.integer("local_steps", steps, least=1)
-            if isinstance(self.local_steps, tuple) and not (
-                len(self.local_steps) == 2 and self.local_steps[0] <= self.local_steps[1]
-            ):
-                raise ValueError(f"local_steps is {self.local_steps}; a tuple must be (low, high) with low <= high")
-        else:
-            checks.integer("local_steps", self.local_steps, least=1)
-        if self.batch_size is not None:
-            checks.integer("batch_size", self.batch_size, least=1)
-        checks.integer("min_replies", self.min_replies, least=1)
-        for name, kind in (("delay", Delay), ("stragglers", Stragglers), ("faults", Faults)):
-            if not isinstance(getattr(self, name), kind | None):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be one of fedbilevel.delays, or None")
+        settings.check(self)
+        if self.delay is None:
+            self._check_without_delay()
+
+    def _check_without_delay(self) -> None:
         for name, value in (("stragglers", self.stragglers), ("deadline", self.deadline)):
-            if value is not None and self.delay is None:
-                raise ValueError(f"{name} is {value} but delay is None; without delays there are none")
-        if self.faults and self.faults.leave and self.delay is None:
+            if value is not None:
+                reason = "without delays there are none"
+                raise ValueError(f"{name} is {value} but delay is None; {reason}")
+        if self.faults and self.faults.leave:
             raise ValueError(f"faults.leave is {self.faults.leave} but delay is None; without delays no time passes")
-        if self.deadline is not None:
-            checks.positive("deadline", self.deadline)
-        for name in ("capacity", "capacity_y"):
-            value = getattr(self, name)
-            if isinstance(value, list) and not value:
-                raise ValueError(f"{name} is an empty list; it must hold ratios in (0, 1]")
-            for ratio in value if isinstance(value, list) else [] if value is None else [value]:
-                checks.fraction(name, ratio)
 
     def check(self, clients: int) -> None:
         """What can only be known with the clients at hand."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-from fedbilevel import checks
+from fedbilevel import settings
 from fedbilevel.rng import integers, root
+from fedbilevel.settings import Count, NonNegative, Positive, at_least
 from fedbilevel.tree import Tree, dot, norm, zeros_like
 
 MatVec = Callable[[Tree], Tree]
@@ -44,12 +45,11 @@ class CG:
     H must be symmetric positive definite: a direction of negative curvature raises instead of returning nonsense.
     """
 
-    tolerance: float = 1e-10
-    steps: int = 1000
+    tolerance: NonNegative = 1e-10
+    steps: Count = 1000
 
     def __post_init__(self) -> None:
-        checks.non_negative("tolerance", self.tolerance)
-        checks.integer("steps", self.steps, least=1)
+        settings.check(self)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
         z, r = zeros_like(b), b
@@ -116,12 +116,11 @@ def directional(gradient: Callable[[Tree], Any], point: Tree, width: float = 1e-
 class Neumann:
     """`neumann_sum` with `steps` terms."""
 
-    steps: int = 100
-    lr: float = 0.1
+    steps: Count = 100
+    lr: Positive = 0.1
 
     def __post_init__(self) -> None:
-        checks.integer("steps", self.steps, least=1)
-        checks.positive("lr", self.lr)
+        settings.check(self)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
         return _solution(matvec, b, neumann_sum(matvec, b, self.steps, self.lr), self.steps - 1)
@@ -131,14 +130,12 @@ class Neumann:
 class RandomProduct:
     """`random_product` of a length drawn with `seed`."""
 
-    steps: int = 100
-    lr: float = 0.1
-    seed: int = 0
+    steps: Count = 100
+    lr: Positive = 0.1
+    seed: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
-        checks.integer("steps", self.steps, least=1)
-        checks.positive("lr", self.lr)
-        checks.integer("seed", self.seed, least=0)
+        settings.check(self)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
         length = int(integers(root(self.seed, "random product"), 0, self.steps - 1))
@@ -149,13 +146,12 @@ class RandomProduct:
 class Descent:
     """`descend` from `start` (0 if not given)."""
 
-    steps: int = 100
-    lr: float = 0.1
+    steps: Count = 100
+    lr: Positive = 0.1
     start: Tree | None = None
 
     def __post_init__(self) -> None:
-        checks.integer("steps", self.steps, least=1)
-        checks.positive("lr", self.lr)
+        settings.check(self)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
         start = zeros_like(b) if self.start is None else self.start

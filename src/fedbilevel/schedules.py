@@ -5,26 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fedbilevel import checks
+from fedbilevel import checks, settings
+from fedbilevel.settings import Count, NonNegative, Positive
 
 Schedule = Callable[[int], float]
-Step = Any  # a float or a schedule; a float by the time `iterate` and the phases see it
 
 
 @dataclass(frozen=True)
 class Power:
     """start / (1 + t / after)^power: power 1/2 is the customary decay of stochastic methods."""
 
-    start: float
-    power: float = 0.5
-    after: float = 1.0
+    start: Positive
+    power: NonNegative = 0.5
+    after: Positive = 1.0
 
     def __post_init__(self) -> None:
-        checks.positive("start", self.start)
-        checks.non_negative("power", self.power)
-        checks.positive("after", self.after)
+        settings.check(self)
 
     def __call__(self, t: int) -> float:
         return float(self.start / (1 + t / self.after) ** self.power)
@@ -34,14 +32,29 @@ class Power:
 class Cosine:
     """From start to end over `iterations` along half a cosine, then end."""
 
-    start: float
-    end: float
-    iterations: int
+    start: Positive
+    end: Positive
+    iterations: Count
 
     def __post_init__(self) -> None:
-        checks.positive("start", self.start)
-        checks.positive("end", self.end)
-        checks.integer("iterations", self.iterations, least=1)
+        settings.check(self)
 
     def __call__(self, t: int) -> float:
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * min(t / self.iterations, 1))) / 2
+
+
+KINDS = {"power": Power, "cosine": Cosine}
+
+
+def _check(name: str, value: Any) -> Any:
+    return value if callable(value) else checks.positive(name, value)
+
+
+def _read(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return settings.read_kind("schedule", KINDS, key, value)
+    return _check(key, value)
+
+
+# A float or a schedule; by the time `iterate` and the phases see it, a float.
+Step = Annotated[Any, settings.Rule("number above 0, or a schedule", _check, _read)]

@@ -6,12 +6,11 @@ F. Huang, "Fast Adaptive Federated Bilevel Optimization", 2022.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.localbsg import Begin
@@ -21,6 +20,7 @@ from fedbilevel.federation.phase import Message, Number, Steps
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Decay, Fraction, Positive, at_least
 from fedbilevel.tree import Tree, norm, zeros_like
 
 
@@ -59,8 +59,8 @@ class Descend(LocalHypergradients):
     steps: Steps = "local"
     lr_x: Number
     lr_y: Number
-    momentum_weight: float
-    norm_floor: float
+    momentum_weight: Fraction
+    norm_floor: Positive
 
     def start(self, m: Message) -> Local:
         sent = Point(m.x, m.y, m.u, m.v)
@@ -101,16 +101,12 @@ class AdaFBiO(Algorithm):
     solves = "local"
     lr_x: Step = 0.01
     lr_y: Step = 0.02
-    momentum_weight: float = 0.25
-    norm_decay: float = 0.9
-    norm_floor: float = 0.01
-    neumann_lr: float = 0.1
-    neumann_steps: int = 5
+    momentum_weight: Fraction = 0.25
+    norm_decay: Decay = 0.9
+    norm_floor: Positive = 0.01
+    neumann_lr: Positive = 0.1
+    neumann_steps: Annotated[int, at_least(2)] = 5
     truncation: Literal["random", "sum"] = "random"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.integer("neumann_steps", self.neumann_steps, least=2)
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import Once
@@ -21,6 +20,7 @@ from fedbilevel.federation.phase import Message, Number, Phase
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, NonNegative
 from fedbilevel.tree import Tree, dot, zeros_like
 
 
@@ -65,7 +65,7 @@ class Settle(Phase):
     reply: ClassVar = {"y": "y"}
 
     lr_y: Number
-    penalty: float
+    penalty: NonNegative
 
     def start(self, m: Message) -> Any:
         if hasattr(m, "x"):
@@ -142,19 +142,12 @@ class SDBO(Algorithm):
     server_lr_y: Step = 0.02
     lr_dual_planes: Step = 0.1
     lr_dual_consensus: Step = 0.001
-    c1: float = 0.04
-    c2: float = 0.002
-    penalty: float = 1.0
-    plane_every: int = 50
-    plane_steps: int = 1
-    prune_below: float = 1e-10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("c1", "c2", "penalty", "prune_below"):
-            checks.non_negative(name, getattr(self, name))
-        for name in ("plane_every", "plane_steps"):
-            checks.integer(name, getattr(self, name), least=1)
+    c1: NonNegative = 0.04
+    c2: NonNegative = 0.002
+    penalty: NonNegative = 1.0
+    plane_every: Count = 50
+    plane_steps: Count = 1
+    prune_below: NonNegative = 1e-10
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start
@@ -233,11 +226,7 @@ class ADBO(SDBO):
     the y_i of that moment (in the published code at those of an answer before).
     """
 
-    max_delay: int = 15
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.integer("max_delay", self.max_delay, least=1)
+    max_delay: Count = 15
 
     def exchange(self, s: State, fed: Federation) -> State:
         s, tasks = _tasks(s)

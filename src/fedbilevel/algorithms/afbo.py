@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import HessianProduct, Hypergradient, UpperGradientY
@@ -24,6 +23,7 @@ from fedbilevel.linear import neumann_sum, random_product
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, NonNegative, Positive
 from fedbilevel.tree import Tree, project, zeros_like
 
 
@@ -220,22 +220,18 @@ class AFBO(Algorithm):
     server_lr_x: Step = 0.05
     server_lr_y: Step = 0.1
     server_lr_z: Step = 0.1
-    radius: float = 1000.0
-    damping: float = 0.0
-    inner_rounds: int = 1
+    radius: Positive = 1000.0
+    damping: NonNegative = 0.0
+    inner_rounds: Count = 1
     hypergradient: Literal["linear-system", "neumann", "random-truncation", "printed"] = "linear-system"
-    neumann_lr: float = 0.1
-    neumann_steps: int = 10
+    neumann_lr: Positive = 0.1
+    neumann_steps: Count = 10
     memory: Literal["server", "client"] = "server"
     aphe: Literal["clients", "server"] = "clients"
     delay_aware: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        estimators = ("linear-system", "neumann", "random-truncation", "printed")
-        checks.one_of("hypergradient", self.hypergradient, estimators)
-        checks.one_of("memory", self.memory, ("server", "client"))
-        checks.one_of("aphe", self.aphe, ("clients", "server"))
         if self.memory == "client" and self.hypergradient != "linear-system":
             raise ValueError(f"memory is 'client'; hypergradient must be 'linear-system', not {self.hypergradient!r}")
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
@@ -20,6 +19,7 @@ from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, Positive
 from fedbilevel.tree import Tree, zeros_like
 
 NOTHING: Any = ({}, 0.0, {})
@@ -53,8 +53,8 @@ class Work(Phase):
     steps: Steps = "local"
     lr_x: Number
     lr_y: Number
-    neumann_lr: float
-    neumann_steps: int
+    neumann_lr: Positive
+    neumann_steps: Count
 
     def start(self, m: Message) -> Local:
         return Local(m.x, m.y, zeros_like(m.x), zeros_like(m.y), m.steps)
@@ -99,13 +99,9 @@ class AFL(Algorithm):
     lr_y: Step = 0.05
     server_lr_x: Step = 0.05
     server_lr_y: Step = 0.1
-    neumann_lr: float = 0.1
-    neumann_steps: int = 5
+    neumann_lr: Positive = 0.1
+    neumann_steps: Count = 5
     variant: Literal["cs", "cd"] = "cs"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.one_of("variant", self.variant, ("cs", "cd"))
 
     def init(self, problem: Problem) -> State:
         return State(*problem.start)

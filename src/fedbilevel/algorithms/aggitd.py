@@ -24,6 +24,7 @@ from fedbilevel.federation import Federation
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, Positive, StepsOrEpochs
 from fedbilevel.tree import Tree
 
 
@@ -79,11 +80,11 @@ class AggITD(Algorithm):
 
     lr_x: Step = 0.01
     lr_y: Step = 0.003
-    neumann_lr: float = 0.01
-    inner_rounds: int = 1
+    neumann_lr: Positive = 0.01
+    inner_rounds: Count = 1
     lower: Literal["svrg", "sgd"] = "svrg"
-    lower_steps: int | str | None = "5 epochs"
-    upper_steps: int | str | None = None
+    lower_steps: StepsOrEpochs = "5 epochs"
+    upper_steps: StepsOrEpochs = None
     printed: bool = False
 
     def init(self, problem: Problem) -> State:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import storm
@@ -19,6 +18,7 @@ from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Bounds, Decay, Fraction, NonNegative, Positive
 from fedbilevel.tree import Tree, norm, project, zeros_like
 
 
@@ -60,8 +60,8 @@ class Descend(Phase):
     lr_x: Number
     lr_y: Number
     lr_z: Number
-    momentum_weight: float
-    damping: float = 0.0
+    momentum_weight: Fraction
+    damping: NonNegative = 0.0
 
     def start(self, msg: Message) -> Local:
         here = Point(msg.x, msg.y, msg.z)
@@ -126,21 +126,14 @@ class ASFBO(Algorithm):
     server_lr_x: Step = 0.03
     server_lr_y: Step = 0.03
     server_lr_z: Step = 0.05
-    server_lr_x_bounds: tuple[float, float] = (0.01, 0.1)
-    server_lr_y_bounds: tuple[float, float] = (0.03, 0.3)
-    server_lr_z_bounds: tuple[float, float] = (0.02, 0.2)
-    momentum_weight: float = 0.25
-    norm_decay: float = 0.75
-    norm_floor: float = 0.001
-    radius: float = 1000.0
-    damping: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("server_lr_x_bounds", "server_lr_y_bounds", "server_lr_z_bounds"):
-            low, high = checks.pair(name, getattr(self, name))
-            if not 0 < low <= high:
-                raise ValueError(f"{name} is {(low, high)}; it must be (low, high) with 0 < low <= high")
+    server_lr_x_bounds: Bounds = (0.01, 0.1)
+    server_lr_y_bounds: Bounds = (0.03, 0.3)
+    server_lr_z_bounds: Bounds = (0.02, 0.2)
+    momentum_weight: Fraction = 0.25
+    norm_decay: Decay = 0.75
+    norm_floor: Positive = 0.001
+    radius: Positive = 1000.0
+    damping: NonNegative = 0.0
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol, Self
 
-from fedbilevel import checks
+from fedbilevel import settings
 from fedbilevel.environment import Environment
 from fedbilevel.federation import Federation
 from fedbilevel.problem import Problem
@@ -23,39 +21,6 @@ class State(Protocol):
 
     @property
     def y(self) -> Tree: ...
-
-
-def _decay(name: str, value: Any) -> None:
-    if not 0 <= checks.number(name, value) < 1:
-        raise ValueError(f"{name} is {value}; it must be in [0, 1)")
-
-
-def _local_steps(name: str, value: Any) -> None:
-    if isinstance(value, str):
-        count, _, unit = value.partition(" ")
-        if not count.isdigit() or int(count) < 1 or unit not in ("epoch", "epochs"):
-            raise ValueError(
-                f"{name} is {value!r}; it must be a whole number, 'N epochs', or None for the environment's"
-            )
-    elif value is not None:
-        checks.integer(name, value, least=1)
-
-
-COMMON: Mapping[str, Callable[[str, Any], Any]] = {  # settings that mean the same in every method
-    "radius": checks.positive,
-    "damping": checks.non_negative,
-    "momentum_weight": checks.fraction,
-    "norm_decay": _decay,
-    "norm_floor": checks.positive,
-    "neumann_lr": checks.positive,
-    "neumann_steps": functools.partial(checks.integer, least=1),
-    "inner_rounds": functools.partial(checks.integer, least=1),
-    "lower": functools.partial(checks.one_of, allowed=("svrg", "sgd")),
-    "truncation": functools.partial(checks.one_of, allowed=("sum", "random")),
-    "core": checks.fraction,
-    "lower_steps": _local_steps,
-    "upper_steps": _local_steps,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +38,11 @@ class Algorithm(ABC):
     submodels: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for step in self._steps():
-            if not callable(value := getattr(self, step)):
-                checks.positive(step, value)
-        for setting in dataclasses.fields(self):
-            if setting.name in COMMON:
-                COMMON[setting.name](setting.name, getattr(self, setting.name))
-
-    @classmethod
-    def _steps(cls) -> list[str]:
-        return [
-            f.name
-            for f in dataclasses.fields(cls)
-            if f.name.startswith(("lr_", "server_lr_")) and "bounds" not in f.name
-        ]
+        settings.check(self)
 
     def at(self, t: int) -> Self:
         """The settings in force at iteration t: schedules become numbers."""
-        moving = {step: value(t) for step in self._steps() if callable(value := getattr(self, step))}
+        moving = {name: value(t) for name, value in vars(self).items() if callable(value)}
         return dataclasses.replace(self, **moving) if moving else self
 
     def check(self, problem: Problem, environment: Environment) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.federation import Federation
@@ -17,6 +16,7 @@ from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, Positive
 from fedbilevel.tree import Tree, zeros_like
 
 Gradients = Callable[[Tree, Tree], tuple[Tree, Tree]]
@@ -94,7 +94,7 @@ class TrainOnEpisodes(Training):
 
     name = "episodes"
 
-    episode_steps: int
+    episode_steps: Count
 
     def start(self, m: Message) -> Visit:
         return Visit(m.x, m.x, m.y, zeros_like(m.y), vars(m).get("part", ()), m.steps)
@@ -139,15 +139,9 @@ class FedAvg(Algorithm):
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05
-    server_lr: float = 1.0
+    server_lr: Positive = 1.0
     train: Literal["both", "y"] = "both"
-    episode_steps: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive("server_lr", self.server_lr)
-        checks.one_of("train", self.train, ("both", "y"))
-        checks.integer("episode_steps", self.episode_steps, least=1)
+    episode_steps: Count = 5
 
     def init(self, problem: Problem) -> State:
         return State(*problem.start)

@@ -17,6 +17,7 @@ from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Fraction, Positive
 from fedbilevel.tree import Tree, project, zeros_like
 
 
@@ -42,7 +43,7 @@ class Descend(Phase):
     lr_x: Number
     lr_y: Number
     lr_z: Number
-    radius: float
+    radius: Positive
 
     def start(self, m: Message) -> Local:
         sent = State(m.x, m.y, m.z)
@@ -83,7 +84,7 @@ class FedBiO(Algorithm):
     lr_x: Step = 0.05
     lr_y: Step = 0.1
     lr_z: Step = 0.1
-    radius: float = 1000.0
+    radius: Positive = 1000.0
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start
@@ -140,7 +141,7 @@ class DescendStorm(Descend):
 
     remembers = True
 
-    momentum_weight: float
+    momentum_weight: Fraction
 
     def start(self, m: Message) -> Any:
         point = State(m.x, m.y, m.z)
@@ -171,7 +172,7 @@ class Renew(Phase):
     remembers = True
     reply: ClassVar = {"dmx": "x", "dmy": "y", "dmz": "y"}
 
-    momentum_weight: float
+    momentum_weight: Fraction
 
     def start(self, m: Message) -> Any:
         kept = m.memory
@@ -204,7 +205,7 @@ class FedBiOAcc(FedBiO):
     full-batch directions, which takes one more round.
     """
 
-    momentum_weight: float = 0.25
+    momentum_weight: Fraction = 0.25
 
     def init(self, problem: Problem) -> Any:
         x, y, z = super().init(problem)

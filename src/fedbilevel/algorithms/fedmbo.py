@@ -24,6 +24,7 @@ from fedbilevel.federation.phase import Number
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, Positive
 from fedbilevel.tree import Tree
 
 
@@ -52,9 +53,9 @@ class Hypergradients(Episodes):
     reply: ClassVar = {"h": "x", "dy": "y"}
 
     lr_y: Number
-    neumann_lr: float
-    neumann_steps: int
-    inner_rounds: int
+    neumann_lr: Positive
+    neumann_steps: Count
+    inner_rounds: Count
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
         settled = settle(oracle, x, y, batch, self.inner_rounds, self.lr_y)
@@ -90,9 +91,9 @@ class FedMBO(Algorithm):
 
     lr_x: Step = 0.05
     lr_y: Step = 0.1
-    neumann_lr: float = 0.1
-    neumann_steps: int = 5
-    inner_rounds: int = 1
+    neumann_lr: Positive = 0.1
+    neumann_steps: Count = 5
+    inner_rounds: Count = 1
 
     def init(self, problem: Problem) -> State:
         return State(*problem.start)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import (
@@ -29,6 +28,7 @@ from fedbilevel.linear import neumann_sum, random_product
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, Positive, StepsOrEpochs
 from fedbilevel.tree import Tree
 
 
@@ -46,7 +46,7 @@ class PrivatePower(Once):
     reply: ClassVar = {"c": "y"}
     summed = False
 
-    neumann_lr: float
+    neumann_lr: Positive
 
     def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
         product = oracle.hessian_product(m["x"], m["y"], m["c"], batch)
@@ -59,12 +59,12 @@ class _Nested(Algorithm):
 
     lr_x: Step = 0.01
     lr_y: Step = 0.003
-    neumann_lr: float = 0.01
-    neumann_steps: int = 5
-    inner_rounds: int = 1
+    neumann_lr: Positive = 0.01
+    neumann_steps: Count = 5
+    inner_rounds: Count = 1
     lower: Literal["svrg", "sgd"] = "svrg"
-    lower_steps: int | str | None = "5 epochs"
-    upper_steps: int | str | None = None
+    lower_steps: StepsOrEpochs = "5 epochs"
+    upper_steps: StepsOrEpochs = None
 
     def init(self, problem: Problem) -> State:
         return State(*problem.start)
@@ -123,11 +123,6 @@ class FedNest(_Nested):
     truncation: Literal["sum", "random"] = "sum"
     compat: Literal["reference"] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.compat is not None:
-            checks.one_of("compat", self.compat, ("reference",))
-
     @property
     def as_coded(self) -> bool:
         return self.compat == "reference"
@@ -184,8 +179,8 @@ class LocalUpperRound(Phase):
     reply: ClassVar = {"dx": "x"}
 
     lr_x: Number
-    neumann_lr: float
-    neumann_steps: int
+    neumann_lr: Positive
+    neumann_steps: Count
 
     def start(self, m: Message) -> Walk:
         return Walk(m.x, m.x, m.y, ())

@@ -6,9 +6,8 @@ Gao, "On the Convergence of Momentum-Based Algorithms for Federated Bilevel Opti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import LocalHypergradients, storm
@@ -17,6 +16,7 @@ from fedbilevel.federation.phase import Message, Number, Steps
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Fraction, Positive, at_least
 from fedbilevel.tree import Tree, zeros_like
 
 
@@ -70,7 +70,7 @@ class Descend(LocalHypergradients):
     steps: Steps = "local"
     lr_x: Number
     lr_y: Number
-    momentum_weight: float
+    momentum_weight: Fraction
 
     def start(self, m: Message) -> Local:
         sent = Point(m.x, m.y, m.u, m.v)
@@ -113,14 +113,10 @@ class LocalBSGM(Algorithm):
 
     lr_x: Step = 0.02
     lr_y: Step = 0.05
-    momentum_weight: float = 0.25
-    neumann_lr: float = 0.1
-    neumann_steps: int = 5
+    momentum_weight: Fraction = 0.25
+    neumann_lr: Positive = 0.1
+    neumann_steps: Annotated[int, at_least(2)] = 5
     truncation: Literal["random", "sum"] = "random"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.integer("neumann_steps", self.neumann_steps, least=2)
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start

@@ -11,7 +11,6 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 from torch.func import grad
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import Episodes
@@ -19,6 +18,7 @@ from fedbilevel.federation import Federation
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, Positive
 from fedbilevel.tree import Tree
 
 
@@ -32,8 +32,8 @@ class Adapt(Episodes):
 
     reply: ClassVar = {"dx": "x", "dy": "y"}
 
-    inner_lr: float
-    inner_steps: int
+    inner_lr: Positive
+    inner_steps: Count
     first_order: bool = False
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
@@ -77,14 +77,9 @@ class MAML(Algorithm):
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05
-    inner_lr: float = 0.1
-    inner_steps: int = 5
+    inner_lr: Positive = 0.1
+    inner_steps: Count = 5
     first_order: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive("inner_lr", self.inner_lr)
-        checks.integer("inner_steps", self.inner_steps, least=1)
 
     def init(self, problem: Problem) -> State:
         return State(*problem.start)

@@ -20,6 +20,7 @@ from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, Traini
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.submodel import budget, held_mean, magnitudes, maskable
 from fedbilevel.federation import Federation
+from fedbilevel.settings import Fraction
 from fedbilevel.submodels import Pick, Submodel, choose, importance
 from fedbilevel.tree import Tree, unflatten
 
@@ -86,7 +87,7 @@ class OAP(FedAvg):
     on_batches = TrainMasked
     on_episodes = TrainMaskedOnEpisodes
 
-    core: float = 0.002
+    core: Fraction = 0.002
 
     def iterate(self, s: State, fed: Federation) -> State:
         S = fed.sample()
@@ -121,7 +122,7 @@ class OAPStructured(HeteroFL):
     neither.
     """
 
-    core: float = 0.03
+    core: Fraction = 0.03
 
     def hold(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
         axes = fed.problem.axes

@@ -6,9 +6,8 @@ Li et al., "Distributed Bilevel Optimization with Dual Pruning for Resource-limi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, own_hypergradient, settle
@@ -21,6 +20,7 @@ from fedbilevel.oracle import AnyBatch, Embedded, Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.rng import fold_in, normal
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Count, Positive, StepsOrEpochs, at_least
 from fedbilevel.tree import Tree, dot, flatten, norm, project, unflatten, zeros_like
 
 
@@ -43,8 +43,8 @@ class Lower(LowerRound):
 class Exact(Phase):
     """Estimates with second derivatives."""
 
-    neumann_lr: float
-    neumann_steps: int
+    neumann_lr: Positive
+    neumann_steps: Count
 
     def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """H_i, with the client's own Hessian."""
@@ -83,7 +83,7 @@ class Hypergradients(Exact, Episodes):
     reply: ClassVar = {"h": "x", "dy": "y"}
 
     lr_y: Number
-    inner_steps: int
+    inner_steps: Count
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
         episode = oracle.embed(x, batch)
@@ -125,17 +125,16 @@ class RABO(Algorithm):
     lr_x: Step = 0.05
     lr_y: Step = 0.1
     lr_z: Step = 0.1
-    lower_steps: int | str | None = "5 epochs"
-    neumann_lr: float = 0.1
-    neumann_steps: int = 5
+    lower_steps: StepsOrEpochs = "5 epochs"
+    neumann_lr: Positive = 0.1
+    neumann_steps: Count = 5
     hypergradient: Literal["local", "global"] = "local"
     policy: Policy = "importance"
-    segments: tuple[int, ...] = ()
-    radius: float = 1000.0
+    segments: tuple[Annotated[int, at_least(0)], ...] = ()
+    radius: Positive = 1000.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of("hypergradient", self.hypergradient, ("local", "global"))
         check_policy(self.policy, self.segments)
 
     def check(self, problem: Problem, environment: Environment) -> None:
@@ -183,8 +182,8 @@ class Differences(Exact):
     """Estimates with differences of gradients in the place of second derivatives."""
 
     estimator: Literal["directional", "response", "printed"]
-    directions: int
-    width: float
+    directions: Count
+    width: Positive
 
     def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         if self.estimator == "response":
@@ -256,14 +255,11 @@ class RAFBO(RABO):
     on_episodes = HypergradientsByDifferences
 
     estimator: Literal["directional", "response", "printed"] = "directional"
-    directions: int = 10
-    width: float = 3e-3
+    directions: Count = 10
+    width: Positive = 3e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of("estimator", self.estimator, ("directional", "response", "printed"))
-        checks.integer("directions", self.directions, least=1)
-        checks.positive("width", self.width)
         if self.hypergradient == "global" and self.estimator != "directional":
             raise ValueError(f"estimator is {self.estimator!r}; with hypergradient 'global' it must be 'directional'")
 

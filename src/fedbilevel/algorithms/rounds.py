@@ -16,6 +16,7 @@ from fedbilevel.linear import neumann_sum
 from fedbilevel.oracle import AnyBatch, Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, integers
+from fedbilevel.settings import Count, Positive
 from fedbilevel.tree import Tree, zeros_like
 
 
@@ -233,8 +234,8 @@ class LocalHypergradients(Phase):
     "sum", the Neumann sum of J terms; J = `neumann_steps`, lambda = `neumann_lr`.
     """
 
-    neumann_lr: float
-    neumann_steps: int
+    neumann_lr: Positive
+    neumann_steps: Count
     truncation: Literal["random", "sum"] = "random"
 
     @property

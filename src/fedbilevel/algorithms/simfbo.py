@@ -17,6 +17,7 @@ from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import NonNegative, Positive
 from fedbilevel.tree import Tree, norm, project, zeros_like
 
 
@@ -47,7 +48,7 @@ class Descend(Phase):
     lr_x: Number
     lr_y: Number
     lr_z: Number
-    damping: float = 0.0
+    damping: NonNegative = 0.0
     independent_batches: bool = False
 
     @property
@@ -110,8 +111,8 @@ class SimFBO(Algorithm):
     server_lr_x: Step = 0.05
     server_lr_y: Step = 0.2
     server_lr_z: Step = 0.1
-    radius: float = 1000.0
-    damping: float = 0.0
+    radius: Positive = 1000.0
+    damping: NonNegative = 0.0
     independent_batches: bool = False
 
     def init(self, problem: Problem) -> State:

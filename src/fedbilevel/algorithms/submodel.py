@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.federation import Federation, Replies
 from fedbilevel.federation.replies import coverage
 from fedbilevel.problem import Problem
@@ -19,11 +18,6 @@ Policy = Literal["static", "rolling", "importance", "segments"]
 
 
 def check_policy(policy: str, numbers: Sequence[int]) -> None:
-    checks.one_of("policy", policy, get_args(Policy))
-    if not isinstance(numbers, (tuple, list)):
-        raise TypeError(f"segments is {numbers!r}; it must be a tuple of whole numbers")
-    for number in numbers:
-        checks.integer("segments", number, least=0)
     if (policy == "segments") != bool(numbers):
         raise ValueError(f"policy is {policy!r} and segments is {tuple(numbers)}; it takes both or neither")
 

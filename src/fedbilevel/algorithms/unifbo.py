@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.algorithms import register
 from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
@@ -20,6 +19,7 @@ from fedbilevel.federation.phase import Message, Phase, Steps
 from fedbilevel.oracle import Directions, Oracle
 from fedbilevel.problem import Problem
 from fedbilevel.schedules import Step
+from fedbilevel.settings import Fraction, NonNegative, Positive
 from fedbilevel.tree import Tree, norm, project, zeros_like
 
 FLOOR = 1e-6  # of the mean eigenvalue, added to all: what is far below it is rounding
@@ -47,7 +47,7 @@ class Look(Phase):
     reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y"}
 
     steps: Steps = "local"
-    damping: float = 0.0
+    damping: NonNegative = 0.0
 
     def start(self, m: Message) -> Local:
         zeros = Directions(zeros_like(m.x), zeros_like(m.y), zeros_like(m.z))
@@ -102,15 +102,11 @@ class UniFBO(Algorithm):
     lr_x: Step = 0.02
     lr_y: Step = 0.02
     lr_z: Step = 0.02
-    momentum_weight: float = 0.5
-    radius: float = 1000.0
-    damping: float = 0.0
+    momentum_weight: Fraction = 0.5
+    radius: Positive = 1000.0
+    damping: NonNegative = 0.0
     policy: Policy = "importance"
     barrier: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.one_of("policy", self.policy, get_args(Policy))
 
     def check(self, problem: Problem, environment: Environment) -> None:
         super().check(problem, environment)

@@ -449,27 +449,17 @@ def export(
     print(f"written: {out}")
 
 
-@app.command("list", epilog="Example: fedbilevel list algorithms")
-def list_(what: Annotated[str, typer.Argument(help="algorithms, tasks, experiments or data.")]) -> None:
+@app.command("list", epilog="Example: fedbilevel list algorithms --verbose")
+def list_(
+    what: Annotated[str, typer.Argument(help="algorithms, tasks, experiments or data.")],
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also the settings of algorithms and tasks.")
+    ] = False,
+) -> None:
     """What there is, one a line."""
-    from fedbilevel import algorithms, checks, tasks
-    from fedbilevel.runs import config as configs
+    from fedbilevel.cli.listing import lines
 
-    def data_names() -> list[str]:
-        from fedbilevel import data
-
-        return data.names()
-
-    def first_line(name: str) -> str:
-        return (algorithms.get(name).__doc__ or "").strip().split("\n")[0]
-
-    listings: dict[str, Callable[[], list[str]]] = {
-        "algorithms": lambda: [f"{name:17} {first_line(name)}" for name in algorithms.names()],
-        "tasks": tasks.names,
-        "experiments": lambda: [f"{name:16} {configs.read(name)[1].get('title', '')}" for name in configs.names()],
-        "data": data_names,
-    }
-    print("\n".join(listings[checks.one_of("what", what, listings)]()))
+    print("\n".join(lines(what, verbose)))
 
 
 def _version(wanted: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedbilevel import checks
+from fedbilevel import settings
+from fedbilevel.settings import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -16,17 +17,11 @@ class Conduct:
     round 1 (None: all). wait_s: how long to wait for enough clients before giving up.
     """
 
-    deadline_s: float = 600.0
-    norm_bound: float | None = None
-    strikes: int = 3
-    start_clients: int | None = None
-    wait_s: float = 3600.0
+    deadline_s: Positive = 600.0
+    norm_bound: Positive | None = None
+    strikes: Count = 3
+    start_clients: Count | None = None
+    wait_s: Positive = 3600.0
 
     def __post_init__(self) -> None:
-        checks.positive("deadline_s", self.deadline_s)
-        checks.positive("wait_s", self.wait_s)
-        checks.integer("strikes", self.strikes, least=1)
-        if self.norm_bound is not None:
-            checks.positive("norm_bound", self.norm_bound)
-        if self.start_clients is not None:
-            checks.integer("start_clients", self.start_clients, least=1)
+        settings.check(self)

@@ -17,11 +17,11 @@ from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_
 from fedbilevel.execution.meter import Meter
 from fedbilevel.federation.phase import Message
 from fedbilevel.federation.replies import tree_names, wrong_form
-from fedbilevel.federation.stages import encoded
 from fedbilevel.federation.task import Results, Task, TaskCost, Values, on_client
 from fedbilevel.oracle import Features, Oracle
 from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
 from fedbilevel.rng import fold_in
+from fedbilevel.stages import encoded
 from fedbilevel.tree import nbytes
 
 

@@ -20,11 +20,11 @@ from fedbilevel.federation import ledger as events
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import QuorumError, Replies, Reply, kinds_of, like, wrong_form
-from fedbilevel.federation.stages import decoded, encoded
 from fedbilevel.federation.task import Broadcast, Results, Task, Values, by_broadcast, form_of
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 from fedbilevel.problem import Problem
 from fedbilevel.rng import fold_in, integers, root, subset
+from fedbilevel.stages import decoded, encoded
 from fedbilevel.submodels import Submodel, units
 from fedbilevel.tree import Tree, nbytes
 
@@ -321,9 +321,7 @@ class Federation:
         )
         return [Task(*column) for column in columns]
 
-    def _broadcast(
-        self, phase: Phase, message: Mapping[str, Any], round_: int, part: Submodel | None
-    ) -> Broadcast:
+    def _broadcast(self, phase: Phase, message: Mapping[str, Any], round_: int, part: Submodel | None) -> Broadcast:
         """A message with its stages: encoded here, and decoded as every client would."""
         up = [stage for stage in self.environment.stages if stage.direction == "up"]
         down = [stage for stage in self.environment.stages if stage.direction == "down"]

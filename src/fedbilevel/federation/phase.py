@@ -5,18 +5,30 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import fields
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 from fedbilevel import checks
 from fedbilevel.oracle import Oracle
+from fedbilevel.settings import FrozenDataclass, Rule
 
 Sides = Literal["train", "val", "both"]
 Kind = Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]  # the last: a tree of these shapes
-Steps = int | str  # a number, "local" (the environment's local steps), or "N epochs"
+
+
+def _check_steps(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        count, _, unit = value.partition(" ")
+        if value != "local" and (not count.isdecimal() or int(count) < 1 or unit not in ("epoch", "epochs")):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number, 'local' or 'N epochs'")
+        return value
+    return checks.integer(name, value, least=1)
+
+
+Steps = Annotated[int | str, Rule("whole number, at least 1, or 'local', or 'N epochs'", _check_steps)]
 
 
 class Input:
@@ -26,7 +38,7 @@ class Input:
     """
 
 
-Number = Annotated[float, Input()]
+Number = Annotated[float, Input(), Rule("number, at least 0", checks.non_negative)]
 
 
 class Message(SimpleNamespace):
@@ -37,17 +49,6 @@ class Message(SimpleNamespace):
 
 
 _registry: dict[str, type[Phase]] = {}
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class FrozenDataclass:
-    """Every subclass is a frozen dataclass, without a decorator that could be forgotten."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        dataclass(frozen=True, kw_only=True)(cls)
 
 
 class Phase(FrozenDataclass, ABC):
@@ -93,7 +94,7 @@ class Phase(FrozenDataclass, ABC):
     def __post_init__(self) -> None:
         if not hasattr(self, "name"):
             raise TypeError(f"{type(self).__name__} has no name; a phase must name itself")
-        check_steps("steps", self.steps)
+        super().__post_init__()
 
     @classmethod
     def registered_name(cls) -> str:
@@ -178,13 +179,3 @@ def number_fields(kind: type[Phase]) -> tuple[str, ...]:
         for name in names
         if get_origin(hints[name]) is Annotated and any(isinstance(mark, Input) for mark in get_args(hints[name]))
     )
-
-
-def check_steps(name: str, value: Any) -> None:
-    """A whole number, "local" or "N epochs"."""
-    if isinstance(value, str):
-        count, _, unit = value.partition(" ")
-        if value != "local" and (not count.isdigit() or int(count) < 1 or unit not in ("epoch", "epochs")):
-            raise ValueError(f"{name} is {value!r}; it must be a whole number, 'local' or 'N epochs'")
-    else:
-        checks.integer(name, value, least=1)

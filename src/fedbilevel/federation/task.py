@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.stages import Stage
+from fedbilevel.stages import Stage
 from fedbilevel.submodels import Submodel
 from fedbilevel.tree import Tree
 

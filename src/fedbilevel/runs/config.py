@@ -11,22 +11,23 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fedbilevel import algorithms, delays, devices, schedules, tasks
+from fedbilevel import algorithms, checks, delays, devices, schedules, stages, tasks
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.deploy.conduct import Conduct
 from fedbilevel.environment import Environment
+from fedbilevel.settings import arguments, build, declared
 
+T = TypeVar("T")
 Table = dict[str, Any]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-SCHEDULES = {"power": schedules.Power, "cosine": schedules.Cosine}
+GIVEN = ("seed", "data_dir")  # what a task gets from the run, not from its table
 NAMED = ("task", "data", "algorithm")  # tables for which their name alone may stand
 SMOKE: dict[str, Table] = {  # what makes a task small, by its name
     "hyper-representation": {"data": "digits", "clients": 2, "samples": 32, "model": "mlp", "head_layers": 1},
@@ -164,13 +165,13 @@ def read(experiment: str) -> tuple[str, Table]:
     elif path.suffix == ".toml" or path.exists():
         place, text = str(path), _text(path)
     else:
-        hint = _suggest(experiment, names())
+        hint = checks.suggestion(experiment, names())
         raise ConfigError(f"experiment {experiment!r} is neither a file nor one of {', '.join(names())}{hint}")
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: {error}") from None
-    _check(place, "", Experiment, _long_form(place, table))
+    _check(place, _long_form(place, table))
     return place, table
 
 
@@ -193,31 +194,38 @@ def resolve(
     for key, value in chosen:  # a section's settings must be there before it is chosen
         if key.startswith("algorithms."):
             _put(table, key, value)
-    label = (
-        _name(asked, "algorithm") or algorithm or _name(table, "algorithm") or [*table.get("compare", []), "simfbo"][0]
-    )
+    compared = [*table.get("compare", []), "simfbo"]
+    label = _name(asked, "algorithm") or algorithm or _name(table, "algorithm") or compared[0]
+    name = _choose(place, table, label, _name(asked, "task"))
+    for key, value in chosen:
+        _put(table, key, name if key == "algorithm.name" else value)
+    experiment = _check(place, table)
+    return _build(place, _check(place, _smoke(table)) if smoke else experiment)
+
+
+def _choose(place: str, table: Table, label: str, asked_task: str | None) -> str:
+    """Merge the section under `label` into the tables of the run; returns the algorithm's name."""
     own = dict(table.get("algorithms", {}).get(label, {}))
-    name = own.pop("algorithm", label)
+    name: str = own.pop("algorithm", label)
     conditions = {section: own.pop(section, {}) for section in ("environment", "task", "data")}
-    task = _name(asked, "task") or _name(conditions, "task") or _name(table, "task")
-    if _name(table, "task") not in (None, task):  # the settings of one are not those of another
-        table |= {"task": {}, "data": {}}
-    if _name(conditions, "task") not in (None, task):
-        conditions |= {"task": {}, "data": {}}
+    task = asked_task or _name(conditions, "task") or _name(table, "task")
+    for tables in (table, conditions):
+        # The settings of one task are not those of another.
+        if _name(tables, "task") not in (None, task):
+            tables.update(task={}, data={})
     if _name(table, "algorithm") not in (None, name):
         table["algorithm"] = {}
     if _name(table, "algorithm") != name:
         table["label"] = None
     if label != name:
         if "/" in label or label in (".", ".."):
-            raise ConfigError(f"{place}: the label {label!r} would name a folder elsewhere; it must not hold a '/'")
+            refusal = "would name a folder elsewhere; it must not hold a '/'"
+            raise ConfigError(f"{place}: the label {label!r} {refusal}")
         table["label"] = label
-    table |= {section: {**table.get(section, {}), **special} for section, special in conditions.items()}
+    for section, special in conditions.items():
+        table[section] = {**table.get(section, {}), **special}
     table["algorithm"] = {**table.get("algorithm", {}), **own, "name": name}
-    for key, value in chosen:
-        _put(table, key, value if key != "algorithm.name" else name)
-    experiment = _check(place, "", Experiment, table)
-    return _build(place, _check(place, "", Experiment, _smoke(table)) if smoke else experiment)
+    return name
 
 
 def _build(place: str, experiment: Experiment) -> Config:
@@ -226,11 +234,12 @@ def _build(place: str, experiment: Experiment) -> Config:
     experiment = experiment.model_copy(update={"device": device})
     name, load, full, filled = _options(place, experiment)  # first: an own task may bring its own algorithm
     chosen = dict(experiment.algorithm)
-    method, settings = _method(place, "algorithm", chosen.pop("name"), chosen)
-    environment = _environment(place, "environment", experiment.environment)
+    method = _method(place, "algorithm", chosen.pop("name"), chosen)
+    environment = _built(place, Environment, "environment", experiment.environment)
     for other, section in experiment.algorithms.items():
         _method(place, f"algorithms.{other}", section.algorithm or other, section.model_extra or {})
-        _environment(place, f"algorithms.{other}.environment", {**experiment.environment, **section.environment})
+        conditions = {**experiment.environment, **section.environment}
+        _built(place, Environment, f"algorithms.{other}.environment", conditions)
     for other in experiment.compare:
         if other not in experiment.algorithms:
             _sentence(place, "compare: ", functools.partial(algorithms.get, other))
@@ -238,19 +247,19 @@ def _build(place: str, experiment: Experiment) -> Config:
     table = {
         **experiment.model_dump(exclude_none=True, exclude={"algorithms", "compare", "data"}),
         **filled,
-        "algorithm": {"name": method.name, **settings},
+        "algorithm": {"name": method.name, **_written(method)},
         "environment": _environment_table(environment),
         "runtime": {"threads": torch.get_num_threads(), "memory": devices.stack_bytes(device), **runtime},
     }
-    conduct = _object(place, "conduct", Conduct, experiment.conduct)
+    conduct = _built(place, Conduct, "conduct", experiment.conduct)
     if not experiment.conduct:
         del table["conduct"]
     takes = inspect.signature(load).parameters
 
     def load_task(data_dir: Path | None) -> tasks.Task:
-        given = {"seed": experiment.seed, "data_dir": data_dir}
-        arguments = {**full, **{key: value for key, value in given.items() if key in takes}}
-        task = _sentence(place, f"task {name}: ", lambda: load(**arguments))
+        values = {"seed": experiment.seed, "data_dir": data_dir}
+        given = {key: values[key] for key in GIVEN if key in takes}
+        task = _sentence(place, f"task {name}: ", lambda: load(**full, **given))
         if not isinstance(task, tasks.Task):
             raise ConfigError(
                 f"{place}: task {name} made a {type(task).__name__}; it must make a fedbilevel.tasks.Task"
@@ -262,27 +271,31 @@ def _build(place: str, experiment: Experiment) -> Config:
 
 def _options(place: str, experiment: Experiment) -> tuple[str, Callable[..., tasks.Task], Table, Table]:
     """The task's name, its function, what to call it with, and the tables that say so."""
-    options, data = dict(experiment.task), dict(experiment.data)
+    options = dict(experiment.task)
     name = options.pop("name", None)
     load = _sentence(place, "", lambda: _task(name))
-    given = {"data" if key == "name" else key: value for key, value in data.items()}
+    given = {"data" if key == "name" else key: value for key, value in experiment.data.items()}
     for key in given.keys() & options.keys():
         raise ConfigError(f"{place}: {key} is given in [task] and in [data]; one of them is enough")
-    places = {key: f"data.{'name' if key == 'data' else key}" for key in given}
-    model = _sentence(place, f"task {name}: ", lambda: _model(load, without=("seed", "data_dir")))
-    full = _check(place, "task", model, {**given, **options}, places)
-    source = {"name": full["data"]} if "data" in full else {}
-    written = {**source, **{key: full[key] for key in given if key != "data"}}
+    known = _sentence(place, f"task {name}: ", lambda: declared(load, without=GIVEN))
+    keys = {key: f"data.{'name' if key == 'data' else key}" for key in given}
+    own = _sentence(place, "", lambda: arguments(known, "task", {**given, **options}, keys))
+    full = {**{setting.name: setting.default for setting in known}, **own}
+    data = {key: full[key] for key in given if key != "data"}
+    if "data" in full:
+        data = {"name": full["data"], **data}
     task = {"name": name, **{key: value for key, value in full.items() if key not in (*given, "data")}}
-    return name, load, full, {"task": task, **({"data": written} if written else {})}
+    return name, load, full, {"task": task, "data": data} if data else {"task": task}
 
 
-def _method(place: str, section: str, name: str, table: Table) -> tuple[Algorithm, Table]:
-    """An algorithm, and its settings with the defaults filled in."""
-    kind = _sentence(place, f"[{section}] ", lambda: algorithms.get(name))
-    settings = _check(place, section, _model(kind), table)
-    steps = {key: _schedule(place, f"{section}.{key}", value) for key, value in settings.items()}
-    return _sentence(place, f"[{section}] ", lambda: kind(**steps)), settings
+def _method(place: str, section: str, name: str, table: Table) -> Algorithm:
+    kind: type[Algorithm] = _sentence(place, f"[{section}] ", lambda: algorithms.get(name))
+    return _built(place, kind, section, table)
+
+
+def _built(place: str, kind: type[T], section: str, table: Table) -> T:
+    """What a section describes."""
+    return _sentence(place, "", lambda: build(kind, section, table))  # type: ignore[no-any-return]
 
 
 def _task(name: Any) -> Callable[..., tasks.Task]:
@@ -308,108 +321,52 @@ def imported(what: str, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _environment(place: str, section: str, table: Table) -> Environment:
-    known = [f.name for f in dataclasses.fields(Environment)]
-    for key in table:
-        if key not in known:
-            raise ConfigError(_unknown(place, f"{section}.{key}", known))
-    meant = dict(table)
-    if "local_steps" in table:
-        meant["local_steps"] = _local_steps(place, f"{section}.local_steps", table["local_steps"])
-    if table.get("batch_size") == "full":
-        meant["batch_size"] = None
-    for key, kind in (("stragglers", delays.Stragglers), ("faults", delays.Faults)):
-        if key in table:
-            meant[key] = _object(place, f"{section}.{key}", kind, table[key])
-    if "delay" in table:
-        meant["delay"] = _kind(place, f"{section}.delay", "model", delays.MODELS, table["delay"])
-    return _sentence(place, f"[{section}] ", lambda: Environment(**meant))  # type: ignore[no-any-return]
-
-
-def _local_steps(place: str, key: str, steps: Any) -> Any:
-    """In TOML a two-entry array is a range; one entry a client is {clients = [...]}."""
-    if isinstance(steps, list) and len(steps) == 2:
-        return tuple(steps)
-    if isinstance(steps, dict) and list(steps) == ["clients"] and isinstance(steps["clients"], list):
-        return steps["clients"]
-    if isinstance(steps, (list, dict)):
-        raise ConfigError(f"{place}: {key} is {steps}; it must be a number, [low, high] or {{clients = [...]}}")
-    return steps
-
-
 def _environment_table(environment: Environment) -> Table:
-    table = {key: value for key, value in dataclasses.asdict(environment).items() if value is not None}
-    for model, kind in delays.MODELS.items():
-        if isinstance(environment.delay, kind):
-            table["delay"] = {"model": model, **table["delay"]}
+    table = {key: value for key, value in _written(environment).items() if value is not None}
     if isinstance(environment.local_steps, list):
         table["local_steps"] = {"clients": environment.local_steps}
-    return {**table, "batch_size": "full" if environment.batch_size is None else environment.batch_size}
+    return {**table, "batch_size": environment.batch_size or "full"}
 
 
-def _schedule(place: str, key: str, value: Any) -> Any:
-    """A table with a `schedule` is a schedule."""
-    return _kind(place, key, "schedule", SCHEDULES, value) if isinstance(value, dict) else value
+def _written(value: Any) -> Any:
+    """A setting, or an object with settings, as a resolved experiment holds it."""
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return [_written(entry) for entry in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    names = [field.name for field in dataclasses.fields(value)]
+    table = {name: _written(getattr(value, name)) for name in names}
+    if isinstance(value, stages.Stage):
+        return {"stage": value.name, **table}
+    for choice, kinds in (("schedule", schedules.KINDS), ("model", delays.MODELS)):
+        for name, kind in kinds.items():
+            if isinstance(value, kind):
+                return {choice: name, **table}
+    return table
 
 
-def _kind(place: str, key: str, choice: str, kinds: Mapping[str, Callable[..., Any]], value: Any) -> Any:
-    """What a table describes that says in `choice` which of several kinds it is."""
-    if not isinstance(value, dict) or str(value.get(choice)) not in kinds:
-        allowed = " or ".join(map(repr, kinds))
-        raise ConfigError(f"{place}: {key} is {value}; a table must have {choice} = {allowed}")
-    return _object(place, key, kinds[value[choice]], {k: v for k, v in value.items() if k != choice})
-
-
-def _object(place: str, key: str, kind: Callable[..., Any], table: Any) -> Any:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{place}: {key} is {table!r}; it must be a table")
-    settings = _check(place, key, _model(kind), table)
-    return _sentence(place, f"[{key}] ", lambda: kind(**settings))
-
-
-def _model(of: Callable[..., Any], without: Iterable[str] = ()) -> type[BaseModel]:
-    """The keyword arguments of a function or of a dataclass, as a table to check."""
-    hints = get_type_hints(of)
-    fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(of).parameters.items():
-        if name not in without and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (hints.get(name, Any), default)
-    return create_model(of.__name__, __base__=Strict, **fields)
-
-
-def _check(
-    place: str, section: str, model: type[BaseModel], table: Table, places: Mapping[str, str] | None = None
-) -> Any:
-    """A table through its model; the first thing wrong becomes one sentence. `places`: keys from other sections."""
+def _check(place: str, table: Table) -> Experiment:
+    """A table as an experiment; the first thing wrong becomes one sentence."""
     try:
-        checked = model.model_validate_json(json.dumps(_copy(table), default=str))
+        return Experiment.model_validate_json(json.dumps(_copy(table), default=str))
     except ValidationError as error:
-        worst = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # what is missing may be misspelt
-        raise ConfigError(_first(place, section, places or {}, model, worst)) from None
+        # An unknown key may be a misspelt one, and explain what else is wrong.
+        worst = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        raise ConfigError(f"{place}: {_explained(worst)}") from None
     except (OverflowError, RecursionError) as error:
         raise ConfigError(f"{place}: {error}") from None
-    return checked if model is Experiment else {name: getattr(checked, name) for name in model.model_fields}
 
 
-def _first(place: str, section: str, places: Mapping[str, str], model: Any, error: Any) -> str:
-    *parents, last = [part for part in error["loc"] if isinstance(part, str)] or [""]
-    top = (parents or [last])[0]
-    start = places.get(top, f"{section}.{top}" if section else top)
-    path = ".".join([start, *parents[1:], last] if parents else [start])
+def _explained(error: Any) -> str:
+    parts = [part for part in error["loc"] if isinstance(part, str)]
+    path = ".".join(parts)
     if error["type"] == "extra_forbidden":
-        for parent in parents:
+        model: Any = Experiment
+        for parent in parts[:-1]:
             model = model.model_fields[parent].annotation
-        return _unknown(place, path, list(model.model_fields))
-    if error["type"] == "missing":
-        return f"{place}: {path} is missing"
+        return checks.unknown(path, model.model_fields)
     text = error["msg"].removeprefix("Value error, ")
-    return f"{place}: {path} is {error['input']!r:.200}; {text[:1].lower()}{text[1:]}"
-
-
-def _unknown(place: str, path: str, known: list[str]) -> str:
-    hint = _suggest(path.split(".")[-1], known)
-    return f"{place}: unknown key {path!r}; allowed are {', '.join(known) or 'none'}{hint}"
+    return f"{path} is {error['input']!r:.200}; {text[:1].lower()}{text[1:]}"
 
 
 def _sentence(place: str, section: str, build: Callable[[], Any]) -> Any:
@@ -498,11 +455,6 @@ def _text(path: Path) -> str:
         raise ConfigError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
         ) from None
-
-
-def _suggest(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _shipped() -> Any:

@@ -25,13 +25,13 @@ from fedbilevel.execution.losses import ClientLosses
 from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import like, log
-from fedbilevel.federation.stages import decoded
 from fedbilevel.federation.task import Broadcast, Task
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import ClientData
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs import config as configs
 from fedbilevel.runs.runner import load
+from fedbilevel.stages import decoded
 from fedbilevel.submodels import Submodel, units
 from fedbilevel.tree import Tree
 

@@ -25,7 +25,6 @@ from fedbilevel.execution.stacked.parts import Parts
 from fedbilevel.execution.stacked.program import Given, StackProgram
 from fedbilevel.execution.stacked.samples import Samples, Source
 from fedbilevel.federation.replies import tree_names, wrong_form
-from fedbilevel.federation.stages import encoded
 from fedbilevel.federation.task import (
     ClientError,
     Results,
@@ -39,6 +38,7 @@ from fedbilevel.federation.task import (
 )
 from fedbilevel.problem import ClientData, Problem
 from fedbilevel.rng import fold_in
+from fedbilevel.stages import encoded
 from fedbilevel.tree import Tree, nbytes
 
 RECORD_FROM = 2  # uses of a task

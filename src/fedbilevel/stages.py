@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fedbilevel import checks
-from fedbilevel.federation.phase import FrozenDataclass
 from fedbilevel.rng import fold_in
+from fedbilevel.settings import FrozenDataclass, Positive, Rule, read_kind
 from fedbilevel.tree import Tree, project
 
 _registry: dict[str, type[Stage]] = {}
@@ -39,9 +39,6 @@ class Stage(FrozenDataclass):
         if "name" in vars(cls):
             _registry[cls.name] = cls
 
-    def __post_init__(self) -> None:
-        checks.one_of("direction", self.direction, ("up", "down"))
-
     def applies(self, name: str) -> bool:
         return not self.values or name in self.values
 
@@ -59,11 +56,7 @@ class Clip(Stage):
 
     name = "clip"
 
-    norm: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive("norm", self.norm)
+    norm: Positive
 
     def decode(self, payload: Tree, like: Tree) -> Tree:
         return project(payload, self.norm)
@@ -121,3 +114,18 @@ def decoded(stages: Sequence[Stage], payload: Mapping[str, Any], like: Mapping[s
             if stage.applies(name):
                 values[name] = stage.decode(values[name], whole)
     return values
+
+
+def _check(name: str, value: Any) -> tuple[Stage, ...]:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(stage, Stage) for stage in value):
+        raise TypeError(f"{name} is {value!r}; it must be a list of stages, such as fedbilevel.stages.Clip(norm=1.0)")
+    return tuple(value)
+
+
+def _read(key: str, value: Any) -> tuple[Stage, ...]:
+    if not isinstance(value, list):
+        raise TypeError(f"{key} is {value!r}; it must be a list of tables")
+    return tuple(read_kind("stage", _registry, f"{key}[{place}]", table) for place, table in enumerate(value))
+
+
+Stages = Annotated[tuple[Stage, ...], Rule("list of stages", _check, _read)]
