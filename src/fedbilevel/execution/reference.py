@@ -158,8 +158,7 @@ class ReferenceExecutor:
         return payload
 
     def samples(self, client: int) -> int:
-        with on_client(client, "before its task"):
-            return self.problem.paired(self.clients[client]).size("train")
+        return self.problem.paired(self.clients[client]).size("train")
 
     def mark(self) -> Any:
         return self.memories.mark()

@@ -20,7 +20,7 @@ from fedbilevel.federation import ledger as events
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import QuorumError, Replies, Reply, kinds_of, like, wrong_form
-from fedbilevel.federation.task import Broadcast, Results, Task, Values, by_broadcast, form_of
+from fedbilevel.federation.task import Broadcast, Results, Task, Values, by_broadcast, form_of, on_client
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 from fedbilevel.problem import Problem
 from fedbilevel.rng import fold_in, integers, root, subset
@@ -142,7 +142,7 @@ class Federation:
             reports = _in_order(reports)
         for report in reports:
             self._take(report, replies)
-        replies.idle = _by_time(tasks)
+        replies.idle = [task.client for task in sorted(tasks, key=_end_time)]
         return self._quorum(len(tasks), replies)
 
     def post(
@@ -178,9 +178,13 @@ class Federation:
         self.ledger.book(events.Round(phase.name))
         replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
         while self.in_flight and len(replies) < count:
-            for report in self.transport.receive(None, count - len(replies)):
+            reports = list(self.transport.receive(None, count - len(replies)))
+            ended = sorted(_ended(reports), key=_end_time)
+            for position, task in enumerate(ended, len(replies.ended)):
+                task.position = position
+            for report in reports:
                 self._take(report, replies)
-        replies.idle = _by_time(replies.ended)
+        replies.idle = [task.client for task in sorted(replies.ended, key=_end_time)]
         self._book_refusals(replies)
         self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:
@@ -265,7 +269,7 @@ class Federation:
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         for name in self.KEPT:
-            setattr(self, name, snapshot[name])
+            setattr(self, name, copy(snapshot[name]))
         self.ledger = Ledger.load(snapshot["ledger"])
         self.heard = set(snapshot["heard"])
         axes = self.problem.axes
@@ -339,8 +343,12 @@ class Federation:
             return self.environment.steps(fold_in(keys, 0), clients)
         if phase.epochs is None:
             return [int(phase.steps)] * len(clients)
-        size = self.environment.batch_size
-        return [phase.steps_on(self.transport.samples(client), size) for client in clients]
+        steps = []
+        for client in clients:
+            with on_client(client, f"phase {phase.name!r}, round {self.ledger.rounds + 1}"):
+                samples = self.transport.samples(client)
+            steps.append(phase.steps_on(samples, self.environment.batch_size))
+        return steps
 
     def _relative_weights(self, clients: Sequence[int]) -> list[float]:
         weights = self.weights()
@@ -379,11 +387,18 @@ class Federation:
         for task in tasks:
             if self.in_flight.get(task.client) is task:
                 del self.in_flight[task.client]
-                task.position = len(replies.ended)
             replies.ended.append(task)
 
     def _accept(self, results: Results, replies: Replies) -> None:
         """Add replies of the declared form; refuse the others."""
+        groups: dict[Submodel | None, list[int]] = defaultdict(list)
+        for place, task in enumerate(results.tasks):
+            groups[task.broadcast.submodel].append(place)
+        for places in groups.values():
+            self._accept_alike(results.chosen(places), replies)
+
+    def _accept_alike(self, results: Results, replies: Replies) -> None:
+        """The same for replies that come from one submodel."""
         broadcast = results.tasks[0].broadcast
         found = [
             Reply(task.position, task.client, task.steps, task.weight, self.iteration - task.broadcast.iteration, {})
@@ -477,9 +492,17 @@ def _stacked(alike: Sequence[Results]) -> Iterator[Report]:
     yield Arrived(Results(tasks, costs, ordered[0].nbytes, values))
 
 
-def _by_time(tasks: Iterable[Task]) -> list[int]:
-    """The clients of tasks, in the order in which these ended."""
-    return [task.client for task in sorted(tasks, key=lambda task: (task.ended, task.number))]
+def _end_time(task: Task) -> tuple[float, int]:
+    return task.ended, task.number
+
+
+def _ended(reports: Iterable[Report]) -> Iterator[Task]:
+    """The tasks that have ended by these reports."""
+    for report in reports:
+        if isinstance(report, Arrived):
+            yield from report.results.tasks
+        elif isinstance(report, (Missed, Rejected)) and report.task is not None:
+            yield report.task
 
 
 def _plain_broadcast(broadcast: Broadcast) -> tuple[Any, ...]:

@@ -307,8 +307,3 @@ def join(rows: Sequence[Values]) -> Values:
         return values[0].map(stack, *values[1:]) if isinstance(values[0], Tree) else torch.stack(values)
 
     return {name: stack(*(values[name] for values in rows)) for name in rows[0]}
-
-
-def select(stack: Values, places: Sequence[int]) -> Values:
-    """Some replies of a stack, as a stack."""
-    return pytree.tree_map(lambda t: t[list(places)], stack)  # type: ignore[no-any-return]

@@ -133,6 +133,16 @@ class Results(NamedTuple):
     values: Values
     sums: Sums | None = None
 
+    def chosen(self, places: Sequence[int]) -> Results:
+        """The results of some of the tasks."""
+        if len(places) == len(self.tasks):
+            return self
+        return self._replace(
+            tasks=[self.tasks[j] for j in places],
+            costs=[self.costs[j] for j in places],
+            values=pytree.tree_map(lambda t: t[list(places)], self.values),
+        )
+
 
 def in_turns(tasks: Sequence[Task]) -> list[Sequence[Task]]:
     """Tasks that may run side by side: where clients remember, those of one client follow each other."""

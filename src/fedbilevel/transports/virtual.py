@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from fedbilevel import ranks
 from fedbilevel.environment import Environment
 from fedbilevel.execution.executor import Executor
-from fedbilevel.federation.replies import join, row, select
+from fedbilevel.federation.replies import join, row
 from fedbilevel.federation.task import Results, Task, TaskCost, Values
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report
 from fedbilevel.rng import fold_in, root, subset
@@ -147,7 +147,7 @@ class VirtualClock:
             costs |= {task.number: cost for task, cost in zip(results.tasks, results.costs, strict=True) if lost}
             kept = [j for j, task in enumerate(results.tasks) if task.number not in lost]
             if kept:
-                yield from self._arrivals(_chosen(results, kept))
+                yield from self._arrivals(results.chosen(kept))
         by_number = {task.number: task for task in tasks} if endings else {}
         for ending in sorted(endings):
             self.now = max(self.now, ending.due)
@@ -252,14 +252,14 @@ class VirtualClock:
         for j, misshapen in enumerate((keys % 2 == 0).tolist()):
             if spoilt[j] and (misshapen or not floats):
                 nothing = pytree.tree_map(lambda t, j=j: t[j].reshape(1, -1)[:, :0], values)
-                yield Arrived(_chosen(results, [j])._replace(values=nothing))
+                yield Arrived(results.chosen([j])._replace(values=nothing))
                 continue
             if spoilt[j]:
                 for leaf in floats:
                     leaf[j] = float("nan")
             kept.append(j)
         if kept:
-            yield Arrived(_chosen(results._replace(values=values), kept))
+            yield Arrived(results._replace(values=values).chosen(kept))
 
     def refused(self, clients: Sequence[int]) -> None:
         pass
@@ -320,17 +320,6 @@ def _computed(tasks: Sequence[Task], lost: set[int]) -> Sequence[Task]:
     if not lost:
         return tasks
     return [task for task in tasks if task.number not in lost or task.broadcast.remembers]
-
-
-def _chosen(results: Results, places: list[int]) -> Results:
-    """The results of some of the tasks."""
-    if len(places) == len(results.tasks):
-        return results
-    return results._replace(
-        tasks=[results.tasks[j] for j in places],
-        costs=[results.costs[j] for j in places],
-        values=select(results.values, places),
-    )
 
 
 def _landed(flights: Sequence[Flight]) -> Results:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fedbilevel.federation.replies import kinds_of, log
 from fedbilevel.federation.task import Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report
 from fedbilevel.problem import Problem
+from fedbilevel.stages import Clip
 from fedbilevel.tree import Tree, nbytes
 
 POLL_S = 0.02  # between looks for replies
@@ -64,13 +65,16 @@ def flower_federation(
     if clients == 0:
         raise ValueError("clients is empty; a federation needs at least one")
     environment = environment or Environment()
+    conduct = conduct or Conduct()
+    if conduct.norm_bound is not None:
+        environment = replace(environment, stages=(*environment.stages, Clip(norm=conduct.norm_bound)))
     transport = FlowerTransport(
         grid,
         problem,
         clients,
         environment,
         table,
-        conduct or Conduct(),
+        conduct,
         weights=weights,
         seed=seed,
         device=device,

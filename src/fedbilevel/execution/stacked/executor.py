@@ -259,8 +259,7 @@ class StackedExecutor:
         return results._replace(values=payload, nbytes=nbytes(payload) // len(results.tasks))
 
     def samples(self, client: int) -> int:
-        with on_client(client, "before its task"):
-            return self.problem.paired(self.clients[client]).size("train")
+        return self.problem.paired(self.clients[client]).size("train")
 
     def mark(self) -> dict[str, Any]:
         # Chunks round differently: a resumed run must cut the same ones.
