@@ -102,6 +102,11 @@ class FrozenDataclass:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        for field in dataclasses.fields(cls):
+            nearest = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {}))
+            if vars(nearest).get(field.name, dataclasses.MISSING) != field.default:
+                # Dataclasses take defaults from the bases in another order than attributes.
+                raise TypeError(f"{cls.__name__} inherits two defaults of {field.name}; it must declare one itself")
 
     def __post_init__(self) -> None:
         check(self)

@@ -14,7 +14,7 @@ from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, own_hypergr
 from fedbilevel.algorithms.submodel import Policy, check_policy, cut
 from fedbilevel.environment import Environment
 from fedbilevel.federation import Federation
-from fedbilevel.federation.phase import Number, Phase
+from fedbilevel.federation.phase import Number, Phase, Steps
 from fedbilevel.linear import directional, neumann_sum
 from fedbilevel.oracle import AnyBatch, Embedded, Oracle
 from fedbilevel.problem import Batch, Problem
@@ -82,6 +82,7 @@ class Hypergradients(Exact, Episodes):
 
     reply: ClassVar = {"h": "x", "dy": "y"}
 
+    steps: Steps = "local"
     lr_y: Number
     inner_steps: Count
 
@@ -226,6 +227,8 @@ class GlobalDirectionsByDifferences(Differences, GlobalDirections):
 
 class HypergradientsByDifferences(Differences, Hypergradients):
     """T steps on y from the shared start, then H_i there."""
+
+    steps: Steps = "local"
 
 
 @register("rafbo")

@@ -109,12 +109,12 @@ class UniFBO(Algorithm):
     barrier: bool = True
 
     def check(self, problem: Problem, environment: Environment) -> None:
-        super().check(problem, environment)
         if environment.submodels and not self.barrier:
             raise ValueError(
                 f"barrier is False and capacity is {environment.capacity}; without a barrier models are whole: "
                 "barrier must be True, or capacity 1"
             )
+        super().check(problem, environment)
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start

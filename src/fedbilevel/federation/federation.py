@@ -135,7 +135,7 @@ class Federation:
         tasks = self._assign(phase, clients, each, submodels, message)
         self.ledger.book(events.Round(phase.name))
         replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
-        reports: Iterator[Report] = itertools.chain(
+        reports: Iterable[Report] = itertools.chain(
             self.transport.send(tasks, True), self.transport.receive(tasks, len(tasks))
         )
         if not self.transport.ordered:
@@ -460,7 +460,7 @@ class Federation:
 EXTREMES: dict[str, Callable[..., float]] = {"max": max, "min": min}
 
 
-def _in_order(reports: Iterator[Report]) -> Iterator[Report]:
+def _in_order(reports: Iterable[Report]) -> Iterator[Report]:
     """The same reports, with the replies last, as one stack per broadcast in the order of the clients.
 
     Sums then do not depend on who was first.

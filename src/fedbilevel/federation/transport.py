@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from fedbilevel.federation.task import Results, Task, TaskCost
 from fedbilevel.tree import Tree
@@ -42,64 +43,69 @@ class Rejected(NamedTuple):
 Report = Departed | Arrived | Missed | Rejected
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Carries tasks to clients and reports what becomes of them; tells the time and who is there.
 
+    `now`, `samples`, `losses`, `send` and `receive` make a transport; the rest has defaults that suit one whose clients
+    are always there and which cannot be resumed while tasks are in flight.
+
     Attributes:
-        ordered: whether reports come in an order that does not depend on timing. If not, the federation adds up
-            the replies of an `ask` in the order of its clients.
+        ordered: whether reports come in an order that does not depend on timing. If not, the federation adds up the
+            replies of an `ask` in the order of its clients.
     """
 
-    ordered: bool
+    ordered: ClassVar[bool] = False
 
     @property
+    @abstractmethod
     def now(self) -> float:
         """Seconds since the run began, on this transport's clock."""
-        ...
+
+    @abstractmethod
+    def samples(self, client: int) -> int:
+        """How many training samples a client holds."""
+
+    @abstractmethod
+    def losses(self, x: Tree, y: Tree) -> dict[str, float]:
+        """The upper and lower loss over the clients, `upper_loss` and `lower_loss`; costs nothing."""
+
+    @abstractmethod
+    def send(self, tasks: Sequence[Task], barrier: bool) -> Iterable[Report]:
+        """Hand tasks over. With a barrier nothing else happens until all of them have ended."""
+
+    @abstractmethod
+    def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterable[Report]:
+        """Report what becomes of these tasks, until all have ended.
+
+        None stands for the tasks that were sent without a barrier: report until `limit` replies have come, or none are
+        left. Set `task.ended` of each that has ended.
+        """
 
     def absent(self, needed: int, busy: Collection[int]) -> Collection[int]:
         """The clients that cannot be asked now; waits until `needed` of the others can be."""
-        ...
-
-    def samples(self, client: int) -> int:
-        """How many training samples a client holds."""
-        ...
-
-    def send(self, tasks: Sequence[Task], barrier: bool) -> Iterator[Report]:
-        """Hand tasks over. With a barrier nothing else happens until all of them have ended."""
-        ...
-
-    def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterator[Report]:
-        """Report what becomes of these tasks, until all have ended; None: of what was sent without a barrier, until
-        `limit` replies have come or none are left."""
-        ...
+        return busy
 
     def refused(self, clients: Sequence[int]) -> None:
         """Replies of these clients were not accepted."""
-        ...
-
-    def losses(self, x: Tree, y: Tree) -> dict[str, float]:
-        """The upper and lower loss over the clients; costs nothing."""
-        ...
 
     def standstill(self) -> AbstractContextManager[None]:
         """Within, no time passes."""
-        ...
+        raise RuntimeError("only a simulation can leave an exchange out of costs and time; aphe must be 'clients'")
 
     def mark(self) -> Any:
         """What `back` needs to undo everything that happens from now on, until the next mark."""
-        ...
 
-    def back(self, mark: Any) -> None: ...
+    def back(self, mark: Any) -> None:
+        """Undo everything since the mark."""
 
     def snapshot(self) -> dict[str, Any]:
         """The state as plain values and tensors, for a file."""
-        ...
+        return {}
 
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
         """Go on from a snapshot; `tasks` are those that were in flight without a barrier, by client."""
-        ...
+        if tasks:
+            raise ValueError(f"{type(self).__name__} cannot go on with tasks in flight; {len(tasks)} were")
 
     def keep_in(self, folder: Path) -> None:
         """Where to put, from now on, what would make every checkpoint large."""
-        ...

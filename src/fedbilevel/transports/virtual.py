@@ -18,7 +18,7 @@ from fedbilevel.environment import Environment
 from fedbilevel.execution.executor import Executor
 from fedbilevel.federation.replies import join, row
 from fedbilevel.federation.task import Results, Task, TaskCost, Values
-from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report
+from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 from fedbilevel.rng import fold_in, root, subset
 from fedbilevel.tree import Tree, nbytes
 
@@ -70,7 +70,7 @@ class Flight(NamedTuple):
     cost: TaskCost = TaskCost()
 
 
-class VirtualClock:
+class VirtualClock(Transport):
     """Clients in this process: who is asked what, when it ends, and what becomes of it.
 
     An `ask` takes as long as its slowest client, a posted task is due when its client's delay is over. What a posted
@@ -102,8 +102,8 @@ class VirtualClock:
         self.clients = clients
         self.environment = environment
         self.device = device
-        self.losses = losses
-        self.now = 0.0
+        self._losses = losses
+        self._now = 0.0
         self.flights: dict[int, Flight] = {}  # by client
         self.uncomputed: dict[int, None] = {}  # the clients whose reply is yet to be computed, oldest first
         self.endings: list[Ending] = []  # a heap
@@ -111,11 +111,18 @@ class VirtualClock:
         slow = environment.stragglers
         self.slow = frozenset(subset(root(seed, "stragglers"), clients, slow.clients) if slow else ())
 
+    @property
+    def now(self) -> float:
+        return self._now
+
+    def losses(self, x: Tree, y: Tree) -> dict[str, float]:
+        return self._losses(x, y)
+
     def absent(self, needed: int, busy: Collection[int]) -> Collection[int]:
         self.free_at = {client: time for client, time in self.free_at.items() if time > self.now}
         missing = needed - (self.clients - len(self.free_at))
         if missing > 0:
-            self.now = sorted(self.free_at.values())[missing - 1]
+            self._now = sorted(self.free_at.values())[missing - 1]
         return {client for client, time in self.free_at.items() if time > self.now}
 
     def samples(self, client: int) -> int:
@@ -150,7 +157,7 @@ class VirtualClock:
                 yield from self._arrivals(results.chosen(kept))
         by_number = {task.number: task for task in tasks} if endings else {}
         for ending in sorted(endings):
-            self.now = max(self.now, ending.due)
+            self._now = max(self.now, ending.due)
             task = by_number[ending.number]
             task.ended = ending.due
             if ending.copy:
@@ -163,7 +170,7 @@ class VirtualClock:
         arrived: list[int] = []
         while self.endings and len(arrived) < limit:
             ending = heapq.heappop(self.endings)
-            self.now = max(self.now, ending.due)
+            self._now = max(self.now, ending.due)
             if ending.copy:
                 yield Rejected(ending.client, "answered twice")
                 continue
@@ -261,9 +268,6 @@ class VirtualClock:
         if kept:
             yield Arrived(results._replace(values=values).chosen(kept))
 
-    def refused(self, clients: Sequence[int]) -> None:
-        pass
-
     @contextmanager
     def standstill(self) -> Iterator[None]:
         now = self.now
@@ -271,7 +275,7 @@ class VirtualClock:
         try:
             yield
         finally:
-            self.now = now
+            self._now = now
             self.free_at = free_at
 
     def mark(self) -> Any:
@@ -279,7 +283,7 @@ class VirtualClock:
         return state, self.executor.mark()
 
     def back(self, mark: Any) -> None:
-        (self.now, free_at, flights, uncomputed, endings), executor = mark
+        (self._now, free_at, flights, uncomputed, endings), executor = mark
         self.free_at, self.flights = dict(free_at), dict(flights)
         self.uncomputed, self.endings = dict(uncomputed), list(endings)
         self.executor.back(executor)
@@ -301,7 +305,7 @@ class VirtualClock:
         }
 
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
-        self.now = snapshot["now"]
+        self._now = snapshot["now"]
         self.free_at = dict(snapshot["free_at"])
         self.uncomputed = dict.fromkeys(snapshot["uncomputed"])
         self.endings = [Ending(*ending) for ending in snapshot["endings"]]

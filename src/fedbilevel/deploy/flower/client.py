@@ -18,6 +18,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fedbilevel import checks, tasks
 from fedbilevel.deploy.flower.wire import WireError, decode, encode, one_line
@@ -127,7 +128,7 @@ class Worker:
             after = self.executor.memories.get(self.client, {})
             self.memory.parent.mkdir(parents=True, exist_ok=True)
             checkpoint.save(self.memory, {"number": number, "before": before, "after": after})
-        values = {name: _first(value) for name, value in results.values.items()}
+        values = pytree.tree_map(lambda t: t[0], results.values)
         return {"number": number, "values": values, "took": results.costs[0]._asdict()}
 
     def _recall(self, number: int) -> dict[str, Any]:
@@ -172,10 +173,6 @@ def _to(value: Any, device: str) -> Any:
         kind = Tree if isinstance(value, Tree) else dict
         return kind({key: _to(item, device) for key, item in value.items()})
     return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _first(value: Any) -> Any:
-    return value.map(lambda t: t[0]) if isinstance(value, Tree) else value[0]
 
 
 _workers: dict[int, tuple[str, Worker]] = {}  # of every client in this process, the one for the last run

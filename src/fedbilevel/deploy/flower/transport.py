@@ -9,9 +9,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from fedbilevel.execution import losses
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.replies import kinds_of, log
 from fedbilevel.federation.task import Results, Task, TaskCost
-from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report
+from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 from fedbilevel.problem import Problem
 from fedbilevel.stages import Clip
 from fedbilevel.tree import Tree, nbytes
@@ -93,10 +92,8 @@ class Flight:
     node: int = 0
 
 
-class FlowerTransport:
+class FlowerTransport(Transport):
     """Sends tasks to nodes, again if a node died with one, and reports what becomes of them."""
-
-    ordered = False
 
     def __init__(
         self,
@@ -359,9 +356,6 @@ class FlowerTransport:
             time.sleep(POLL_S)
         return said
 
-    def standstill(self) -> AbstractContextManager[None]:
-        raise RuntimeError("only a simulation can leave an exchange out of costs and time; aphe must be 'clients'")
-
     def mark(self) -> Any:
         return dict(self.refusals), list(self.aside)
 
@@ -388,9 +382,6 @@ class FlowerTransport:
         self.gone = list(tasks.values())
         self.before = snapshot["now"]
         self.began = time.monotonic()
-
-    def keep_in(self, folder: Path) -> None:
-        """Clients keep what they remember themselves."""
 
 
 def _loss(name: str, value: Any) -> float:
