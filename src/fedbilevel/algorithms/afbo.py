@@ -60,7 +60,8 @@ class Latest(NamedTuple):
         """The same from differences; and who has lost its memory: the sums begin anew without its unknown part."""
         sums, heard, said, forgetful = dict(self.sums), self.heard, dict(self.said), []
         for reply in replies:
-            base, number = int(reply.values["base"]), int(reply.values["number"])
+            base = int(reply.values["ticket"]["base"])
+            number = int(reply.values["ticket"]["number"])
             if base < 0 and reply.client in said:
                 sums, heard, said = {}, 0.0, {}
                 forgetful.append(reply.client)
@@ -73,7 +74,8 @@ class Latest(NamedTuple):
 
 
 def _trees(values: Mapping[str, Any]) -> dict[str, Tree]:
-    return {name: value for name, value in values.items() if isinstance(value, Tree)}
+    """What a client said, without the ticket that says of which message it is."""
+    return {name: value for name, value in values.items() if isinstance(value, Tree) and name != "ticket"}
 
 
 def _double(trees: Mapping[str, Tree]) -> list[tuple[str, Tree]]:
@@ -120,7 +122,7 @@ class WorkOnDifferences(Work):
     """
 
     remembers = True
-    reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y", "base": "scalar", "number": "scalar"}
+    reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y", "ticket": {"base": (), "number": ()}}
 
     def start(self, m: Message) -> Any:
         point = {"hx": m.x, "hy": m.y, "hz": m.z}
@@ -149,8 +151,7 @@ class WorkOnDifferences(Work):
         sent = {name: message[name] + change[name].map(Tensor.double) for name in message}
         return {
             **change,
-            "base": base,
-            "number": number,
+            "ticket": Tree({"base": base, "number": number}),
             "memory": {"sent": sent, "number": number, "taken": message, "base": base},
         }
 

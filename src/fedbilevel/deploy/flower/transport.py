@@ -26,8 +26,9 @@ from fedbilevel.deploy.flower.wire import WireError, encode, one_line
 from fedbilevel.environment import Environment
 from fedbilevel.execution import losses
 from fedbilevel.federation import Federation, QuorumError
+from fedbilevel.federation.phase import Kind
 from fedbilevel.federation.replies import kinds_of, log
-from fedbilevel.federation.task import Results, Task, TaskCost
+from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 from fedbilevel.problem import Problem
 from fedbilevel.stages import Clip
@@ -279,7 +280,7 @@ class FlowerTransport(Transport):
             said = reply.read()
             if (number := checks.integer("number", said["number"], least=0)) != task.number:
                 raise WireError(f"answers task {number}, was given {task.number}")
-            values = self._tensors(said["values"], bool(task.broadcast.stages))
+            values = self._tensors(said["values"], task.broadcast)
             limits = {"least": 0, "most": 2**62}
             cost = TaskCost(*(checks.integer(name, said["took"][name], **limits) for name in TaskCost._fields))
         except KeyError as error:
@@ -288,25 +289,26 @@ class FlowerTransport(Transport):
             return Rejected(task.client, one_line(error), task)
         return Arrived(Results([task], [cost], nbytes(values), values))
 
-    def _tensors(self, values: Any, encoded: bool) -> dict[str, Any]:
+    def _tensors(self, values: Any, broadcast: Broadcast) -> dict[str, Any]:
         """The values of a reply as a stack of one."""
         if not isinstance(values, dict) or not all(isinstance(t, Tensor) for t in pytree.tree_leaves(values)):
             raise WireError("replied with something else than tensors")
         if not all(isinstance(name, str) for name in values):
             raise WireError("replied with a name that is no text")
-        if not encoded:  # what stages make of a value may have any form
-            self._check_dtypes(values)
+        if not broadcast.stages:  # what stages make of a value may have any form
+            self._check_dtypes(values, broadcast.phase.reply)
         return pytree.tree_map(lambda t: t.to(self.device).unsqueeze(0), values)  # type: ignore[no-any-return]
 
-    def _check_dtypes(self, values: Mapping[str, Any]) -> None:
+    def _check_dtypes(self, values: Mapping[str, Any], declared: Mapping[str, Kind]) -> None:
+        """What is shaped like x or y has the problem's dtype, everything else one that numbers have."""
         for name, value in values.items():
-            if isinstance(value, Tree):
-                if any(tensor.dtype != self.dtype for tensor in value.values()):
-                    raise WireError(f"replied with {name!r} of another dtype than {self.dtype}")
-            elif not isinstance(value, Tensor):
+            if not isinstance(value, (Tree, Tensor)):
                 raise WireError("replied with something else than tensors")
-            elif value.dtype not in (self.dtype, torch.float64, torch.float32, torch.int64):
-                raise WireError(f"replied with {name!r} as {value.dtype}")
+            dtypes = {tensor.dtype for tensor in pytree.tree_leaves(value)}
+            if declared.get(name) in ("x", "y") and dtypes != {self.dtype}:
+                raise WireError(f"replied with {name!r} of another dtype than {self.dtype}")
+            for dtype in dtypes - {self.dtype, torch.float64, torch.float32, torch.int64}:
+                raise WireError(f"replied with {name!r} as {dtype}")
 
     def refused(self, clients: Sequence[int]) -> None:
         for client in clients:
