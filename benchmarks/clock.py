@@ -39,11 +39,11 @@ class Arrivals(SimFBO):
     """SimFBO without a barrier: every client is sent the newest x, y and z as soon as it is idle."""
 
     def iterate(self, s: State, fed: Federation) -> State:
-        if fed.ledger.iterations == 0:
-            fed.post("descend", range(len(fed)), x=s.x, y=s.y, z=s.z)
+        if fed.iteration == 0:
+            fed.post(self.descend(), range(len(fed)), x=s.x, y=s.y, z=s.z)
         r = fed.collect()
         x, y, z = s.x - 0.01 * r.mean("qx"), s.y - 0.1 * r.mean("qy"), s.z - 0.1 * r.mean("qz")
-        fed.post("descend", r.idle, x=x, y=y, z=z)
+        fed.post(self.descend(), r.idle, x=x, y=y, z=z)
         return State(x, y, z)
 
 
@@ -56,8 +56,8 @@ def arrivals(clients: int, marks: Sequence[int]) -> list[tuple[float, float]]:
     torch.set_num_threads(1)
     problem = fb.Problem(loss, loss, x={"x": torch.zeros(3)}, y={"y": torch.zeros(3)})
     environment = fb.Environment(participation=BATCH, delay=LogNormal(), stragglers=Stragglers(clients // 10))
-    fed = fb.SimulatedFederation(problem, SmallClients(clients), Arrivals(), environment)
-    run = Run(fed, {"rounds": 0}, every={"rounds": marks[-1]})
+    fed = fb.simulated_federation(problem, SmallClients(clients), environment)
+    run = Run(Arrivals(), fed, {"rounds": 0}, every={"rounds": marks[-1]})
     found, started = [], time.process_time()
     for mark in marks:
         run.limits = {"rounds": mark // BATCH}

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 import fedbilevel as fb
 from benchmarks.measure import Row, describe, seconds
-from fedbilevel.federation.steps import single, stacked
+from fedbilevel.execution.lift import lifted, single, stacked
+from fedbilevel.execution.stacked.trace import trace
 from fedbilevel.oracle import Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, normal, root
-from fedbilevel.trace import trace
 from fedbilevel.tree import Tree, dot
 
 Stack = tuple[Tree, Tree, Tree, Batch]
@@ -118,19 +118,19 @@ def replayed(function: Callable[..., object], at: Stack) -> Callable[[], object]
 def one_by_one(function: Callable[..., object], at: Stack) -> Callable[[], object]:
     """The same, a client at a time, as the runtime does on a CPU where convolutions are large."""
     clients = [pytree.tree_map(lambda t, i=i: t[i : i + 1], at) for i in range(len(at[3].rng))]
-    runs = [replayed(single(function), clients[0])] * len(clients)  # of the same shapes, so that one will do
+    runs = [replayed(lifted(single, function), clients[0])] * len(clients)  # of the same shapes, so that one will do
     return lambda: [run() for run in runs]
 
 
 def against_floor(name: str, p: fb.Problem, at: Stack, repeats: int) -> Row:
     fused, plain = Oracle(p).directions, two_plain_gradients(p)
     functions: dict[str, Callable[[], object]] = {
-        "plain, stacked": lambda: stacked(plain)(*at),
-        "plain, stacked and traced": replayed(stacked(plain), at),
+        "plain, stacked": lambda: lifted(stacked, plain)(*at),
+        "plain, stacked and traced": replayed(lifted(stacked, plain), at),
     }
     if name == "MLP":
-        functions["fused"] = replayed(stacked(fused), at)
-        functions["fused before it is traced"] = lambda: stacked(fused)(*at)
+        functions["fused"] = replayed(lifted(stacked, fused), at)
+        functions["fused before it is traced"] = lambda: lifted(stacked, fused)(*at)
         functions["plain, written out"] = lambda: written_out_mlp(*at)
     else:
         functions["fused"] = one_by_one(fused, at)
@@ -146,9 +146,8 @@ def rows() -> list[Row]:
     mlp, cnn = problem(fb.nets.mlp(784, 200, 10)), problem(fb.nets.lenet(3, 32, 10))
     resnet = problem(fb.nets.resnet12(1, 28, 10))
     at = stack(mlp, clients=10, batch=32, shape=(1, 28, 28))
-    times = seconds(
-        {"naive": lambda: five_terms_one_by_one(mlp, *at), "fused": replayed(stacked(Oracle(mlp).directions), at)}, 40
-    )
+    fused = replayed(lifted(stacked, Oracle(mlp).directions), at)
+    times = seconds({"naive": lambda: five_terms_one_by_one(mlp, *at), "fused": fused}, 40)
     title = "five terms one by one / fused and stacked, MLP, 10 clients, batch 32"
     return [
         against_floor("MLP", mlp, stack(mlp, 10, 64, (1, 28, 28)), 60),

@@ -21,6 +21,7 @@ from benchmarks.measure import Row, show
 from fedbilevel import nets
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.memory import at_rest
+from fedbilevel.schedules import Cosine
 from fedbilevel.solve import Run
 from fedbilevel.tree import Tree, dot, flatten
 
@@ -28,7 +29,7 @@ TAU, BATCH = 10, 64
 LIMITS = {10: 3.0, 100: 6.0, 1000: 25.0}  # milliseconds a round
 
 
-def run(clients: int, device: str, precision: str = "fp32", compile: bool = False) -> Run:
+def run(clients: int, device: str, precision: str = "fp32", compile: bool = False, schedule: bool = False) -> Run:
     net = nets.mlp(784, 200, 10)
     _, x, y = fb.split_module(net, lower="head.")
     below, above = nets.stem(net)
@@ -52,8 +53,12 @@ def run(clients: int, device: str, precision: str = "fp32", compile: bool = Fals
     problem = fb.Problem(upper=upper, lower=lower, x=x, y=y, embed=embed).to(device)
     environment = fb.Environment(local_steps=TAU, batch_size=BATCH)
     parts: Any = {"device": device, "precision": precision, "compile": compile}
-    fed = fb.SimulatedFederation(problem, data, SimFBO(), environment, **parts)
-    return Run(fed, {"rounds": 10**9})
+    fed = fb.simulated_federation(problem, data, environment, **parts)
+    method = SimFBO()
+    if schedule:
+        steps = {name: Cosine(getattr(method, name), 0.01, 1000) for name in ("lr_x", "lr_y", "lr_z")}
+        method = SimFBO(**steps)
+    return Run(method, fed, {"rounds": 10**9})
 
 
 def milliseconds(function: Callable[[], object], repeats: int) -> float:
@@ -89,9 +94,9 @@ def ten(run: Run) -> None:
             run.advance()
 
 
-def row(clients: int, precision: str, compile: bool) -> Row:
-    on_gpu = run(clients, "cuda", precision, compile)
-    on_cpu = run(clients, "cpu", precision) if clients <= 10 else None
+def row(clients: int, precision: str, compile: bool, schedule: bool) -> Row:
+    on_gpu = run(clients, "cuda", precision, compile, schedule)
+    on_cpu = run(clients, "cpu", precision, schedule=schedule) if clients <= 10 else None
     started = time.perf_counter()
     for _ in range(4):
         on_gpu.advance()
@@ -104,7 +109,8 @@ def row(clients: int, precision: str, compile: bool) -> Row:
         agreement = f", x after 4 rounds as on the CPU to {float((x - there).norm() / x.norm()):.0e}"
     each, least = milliseconds(lambda: ten(on_gpu), 5) / 10, floor(clients)
     detail = f"{each:.2f} ms a round, products alone {least:.2f} ms, the first 4 rounds {first:.1f} s{agreement}"
-    title = f"a round / its matrix products in fp32, {clients:,} clients, {precision}{', compiled' if compile else ''}"
+    words = [f"{clients:,} clients", precision, *["compiled"] * compile, *["under a schedule"] * schedule]
+    title = f"a round / its matrix products in fp32, {', '.join(words)}"
     torch.cuda.empty_cache()
     return Row(title, each / least, f"{LIMITS[clients]:g} ms", detail)
 
@@ -112,6 +118,6 @@ def row(clients: int, precision: str, compile: bool) -> Row:
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("this machine has no GPU that PyTorch can use")
-    kinds = [("fp32", False), ("fp32", True), ("bf16", True)]
+    kinds = [("fp32", False, False), ("fp32", True, False), ("fp32", True, True), ("bf16", True, False)]
     found = [row(clients, *kind) for clients in LIMITS for kind in kinds]
     show(found, Path("bench-gpu.json"))

@@ -58,7 +58,7 @@ def in_runtime(name: str, steps: int) -> Callable[[], None]:
     """A whole round: cohort, batches, local steps, acceptance, ledger, server's step."""
     environment = fb.Environment(participation=COHORT, local_steps=steps, batch_size=BATCH)
     mlp = problem(fb.nets.mlp(784, 200, 10))
-    run = Run(fb.SimulatedFederation(mlp, federation(), fb.algorithms.get(name)(), environment), {})
+    run = Run(fb.algorithms.get(name)(), fb.simulated_federation(mlp, federation(), environment), {})
     for _ in range(WARM_UP):
         run.advance()
 
@@ -106,7 +106,7 @@ def fednest(dropout: float, partition: str) -> Callable[[], None]:
     )
     method = fb.algorithms.FedNest(compat="reference", inner_rounds=1, neumann_steps=5, lower_steps="5 epochs")
     environment = fb.Environment(participation=10, batch_size=64)
-    run = Run(fb.SimulatedFederation(task.problem, task.clients, method, environment), {})
+    run = Run(method, fb.simulated_federation(task.problem, task.clients, environment), {})
     # q, 2 a lower step, v, 5 Hessian products, h; the one step on x is along h alone
     each = 10 * (1 + 2 * steps + 1 + 5 * 2 + 3)
 

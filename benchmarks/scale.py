@@ -14,7 +14,8 @@ import fedbilevel as fb
 from benchmarks.fused import problem
 from benchmarks.measure import Row, describe, peak_megabytes, seconds
 from fedbilevel.algorithms.simfbo import Descend, SimFBO
-from fedbilevel.phase import Message
+from fedbilevel.federation.ledger import Sent
+from fedbilevel.federation.phase import Message
 from fedbilevel.rng import fold_in, normal, root
 from fedbilevel.solve import Run
 
@@ -53,14 +54,14 @@ class Remembering(Descend):
 
 
 class Remember(SimFBO):
-    phases: ClassVar = {"descend": Remembering}
+    local_phase: ClassVar[type[Descend]] = Remembering
 
 
 def small(clients: int, method: type[SimFBO] = SimFBO) -> Run:
     """A small network: what could grow with the number of clients would show."""
     environment = fb.Environment(participation=COHORT, batch_size=16)
     net, data = problem(fb.nets.mlp(64, 32, 10)), LazyClients(clients, samples=32, features=64)
-    return Run(fb.SimulatedFederation(net, data, method(), environment), {})
+    return Run(method(), fb.simulated_federation(net, data, environment), {})
 
 
 def iteration(run: Run, every: int = 10) -> Callable[[], None]:
@@ -69,7 +70,7 @@ def iteration(run: Run, every: int = 10) -> Callable[[], None]:
     def one() -> None:
         run.fed.mark()
         run.advance()
-        if run.fed.ledger.iterations % every == 0:
+        if run.fed.iteration % every == 0:
             run.fed.snapshot()
 
     return one
@@ -78,7 +79,7 @@ def iteration(run: Run, every: int = 10) -> Callable[[], None]:
 def experienced(clients: int) -> Run:
     """All of them have taken part before."""
     run = small(clients)
-    run.fed.ledger.charge("descend", range(clients), bytes_up=[0] * clients)
+    run.fed.ledger.book(Sent("descend", range(clients), [0] * clients))
     return run
 
 
@@ -86,8 +87,8 @@ def remembering(clients: int, folder: str) -> Run:
     """All of them remember something, of which 4 MB are held in memory."""
     run = small(clients, Remember)
     (Path(folder) / str(clients)).mkdir()
-    run.fed.keep_in(Path(folder) / str(clients))
-    memories = run.fed.engine.memories  # type: ignore[attr-defined]
+    run.fed.transport.keep_in(Path(folder) / str(clients))
+    memories = run.fed.transport.executor.memories  # type: ignore[attr-defined]
     memories.most, x = 2**22, run.fed.problem.start[0]
     for client in range(clients):
         memories[client] = {"sum": x}
@@ -107,9 +108,8 @@ def large(cohort: int = 10, tau: int = 5, hidden: int = 200, batch: int = 64) ->
     data = LazyClients(cohort, samples=4 * batch, features=784)
     clients = [data[i] for i in range(cohort)]
     environment = fb.Environment(local_steps=tau, batch_size=batch)
-    return Run(
-        fb.SimulatedFederation(problem(fb.nets.mlp(784, hidden, 10)), clients, SimFBO(), environment), {}
-    ).advance
+    fed = fb.simulated_federation(problem(fb.nets.mlp(784, hidden, 10)), clients, environment)
+    return Run(SimFBO(), fed, {}).advance
 
 
 def linear() -> list[Row]:

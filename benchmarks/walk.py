@@ -69,6 +69,7 @@ def on_a_node() -> list[str]:
         "iteration": 0,
         "kept": None,
         "shared": {"x": x, "y": y, "z": y},
+        "kinds": {},
         "each": {},
     }
     worker.run(message)

@@ -16,8 +16,8 @@ import torch
 import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import DescendMean
 from fedbilevel.algorithms.unifbo import Look, State, UniFBO, square, whitened
+from fedbilevel.federation.phase import Phase
 from fedbilevel.oracle import Directions
-from fedbilevel.phase import Phase
 from fedbilevel.solve import Run
 from fedbilevel.tree import norm
 
@@ -26,6 +26,8 @@ ROUNDS = 60
 
 class Corrected(DescendMean):
     """Local steps along d - d_0 + m: no drift, at twice the bytes down."""
+
+    name = "look"  # names key the draws: all variants see the same batches
 
     def start(self, m: Any) -> Any:
         return super().start(m), Directions(m.mx, m.my, m.mz)
@@ -41,8 +43,9 @@ class Corrected(DescendMean):
         return self.move(local, Directions(d.x + e.x, d.y + e.y, d.z + e.z), d), e
 
     def move(self, c: Any, along: Directions, d: Directions) -> Any:
-        lr, q = self.settings.local, Directions(c.q.x + d.x, c.q.y + d.y, c.q.z + d.z)
-        return c._replace(x=c.x - lr * along.x, y=c.y - lr * along.y, z=c.z - lr * along.z, q=q)
+        q = Directions(c.q.x + d.x, c.q.y + d.y, c.q.z + d.z)
+        x, y, z = c.x - self.lr_x * along.x, c.y - self.lr_y * along.y, c.z - self.lr_z * along.z
+        return c._replace(x=x, y=y, z=z, q=q)
 
     def finish(self, c: Any) -> Any:
         return super().finish(c[0])
@@ -75,18 +78,19 @@ class Variant(UniFBO):
     decay: float = 1.0
     scale_z: float = 1.0
 
-    @property
-    def phases(self) -> dict[str, type[Phase]]:  # type: ignore[override]
-        return {"look": self.client}
+    def look(self) -> Phase:
+        if self.client is Look:
+            return Look(damping=self.damping)
+        return self.client(lr_x=self.local, lr_y=self.local, lr_z=self.local, damping=self.damping)
 
     def init(self, problem: Any) -> Any:
         s = super().init(problem)
         return s._replace(s=tuple(m.map(self.squares) for m in s.m))
 
     def iterate(self, s: Any, fed: Any) -> Any:
-        w, rho, t = self.momentum_weight, self.decay, fed.ledger.iterations + 1
+        w, rho, t = self.momentum_weight, self.decay, fed.iteration + 1
         extra = dict(zip(("mx", "my", "mz"), s.m, strict=True)) if self.client is not Look else {}
-        r = fed.ask("look", fed.sample(), x=s.x, y=s.y, z=s.z, **extra)
+        r = fed.ask(self.look(), fed.sample(), x=s.x, y=s.y, z=s.z, **extra)
         h = r.mean("hx"), r.mean("hy"), r.mean("hz")
         m = tuple((1 - w) * old + w * new for old, new in zip(s.m, h, strict=True))
         new = [d.map(self.squares) * (1 - rho if rho < 1 else 1.0) for d in h]
@@ -129,7 +133,7 @@ def rounds_to(method: UniFBO, steps: int, partition: str, seed: int) -> tuple[fl
     """Communication rounds to 90 and 95%; infinite beyond ROUNDS."""
     task = fb.tasks.load("hyper-representation", data="mnist", partition=partition, seed=seed)
     environment = fb.Environment(participation=10, local_steps=steps, batch_size=64)
-    run = Run(fb.SimulatedFederation(task.problem, task.clients, method, environment, seed=seed), {})
+    run = Run(method, fb.simulated_federation(task.problem, task.clients, environment, seed=seed), {})
     first = [float("inf")] * 2
     for t in range(1, ROUNDS + 1):
         run.advance()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,12 @@ def chosen(device: str) -> str:
 def sent(values: Any, device: str | torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers on a device, which is not waited for."""
     return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=256)
+def constant(values: tuple[float, ...], device: str | torch.device, dtype: torch.dtype) -> Tensor:
+    """The same for numbers that come again and again; the tensor must not be changed."""
+    return sent(values, device, dtype)
 
 
 def fetched(tensor: Tensor) -> Callable[[], Tensor]:

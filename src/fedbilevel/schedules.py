@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from fedbilevel import checks, settings
 from fedbilevel.settings import Count, NonNegative, Positive
@@ -58,3 +59,10 @@ def _read(key: str, value: Any) -> Any:
 
 # A float or a schedule; by the time `iterate` and the phases see it, a float.
 Step = Annotated[Any, settings.Rule("number above 0, or a schedule", _check, _read)]
+
+
+@functools.cache
+def step_fields(kind: type) -> tuple[str, ...]:
+    """The settings of a dataclass that are declared as a `Step`."""
+    (mark,) = get_args(Step)[1:]
+    return tuple(setting.name for setting in settings.declared(kind) if setting.rule is mark)

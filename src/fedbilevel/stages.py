@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -25,7 +25,7 @@ class Stage(FrozenDataclass):
     Attributes:
         remembers: whether the stage keeps a memory with each client, by the value's name (replies only).
         direction: "up" for replies, "down" for what the server sends to everyone.
-        values: the names of the values it applies to; none: every tree.
+        values: the names of the values it applies to; none: all that are shaped like x or y.
     """
 
     name: ClassVar[str]
@@ -39,8 +39,9 @@ class Stage(FrozenDataclass):
         if "name" in vars(cls):
             _registry[cls.name] = cls
 
-    def applies(self, name: str) -> bool:
-        return not self.values or name in self.values
+    def applies(self, name: str, kind: Any) -> bool:
+        """Whether a value of this name, shaped like `kind`, goes through the stage."""
+        return name in self.values if self.values else kind in ("x", "y")
 
     def encode(self, value: Tree, key: Tensor, memory: Any) -> tuple[Any, Any]:
         """What travels instead of `value`, and the memory for the next time; `memory` is () the first time."""
@@ -88,16 +89,16 @@ def get(name: str) -> type[Stage]:
 def encoded(
     stages: Sequence[Stage],
     values: Mapping[str, Any],
-    names: Iterable[str],
+    kinds: Mapping[str, Any],
     key: Tensor,
     memory: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values as they travel after the named ones went through the stages, and the stages' new memories."""
+    """Values as they travel, and the stages' new memories; `kinds` says what each value is shaped like."""
     sent = dict(values)
     kept: dict[str, Any] = {}
-    for position, name in enumerate(names):
+    for position, (name, kind) in enumerate(kinds.items()):
         for place, stage in enumerate(stages):
-            if stage.applies(name):
+            if stage.applies(name, kind):
                 own_key = fold_in(fold_in(key, place), position)
                 owner = f"{place} {name}"
                 sent[name], after = stage.encode(sent[name], own_key, memory.get(owner, ()))
@@ -106,13 +107,15 @@ def encoded(
     return sent, kept
 
 
-def decoded(stages: Sequence[Stage], payload: Mapping[str, Any], like: Mapping[str, Tree]) -> dict[str, Any]:
-    """The values that a payload stands for; `like` has the shapes of those that went through the stages."""
+def decoded(
+    stages: Sequence[Stage], payload: Mapping[str, Any], kinds: Mapping[str, Any], like: Mapping[str, Tree]
+) -> dict[str, Any]:
+    """The values that a payload stands for; `like` has their shapes."""
     values = dict(payload)
-    for name, whole in like.items():
+    for name, kind in kinds.items():
         for stage in reversed(stages):
-            if stage.applies(name):
-                values[name] = stage.decode(values[name], whole)
+            if stage.applies(name, kind):
+                values[name] = stage.decode(values[name], like[name])
     return values
 
 

@@ -17,6 +17,7 @@ from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.rounds import HessianProduct, Hypergradient, UpperGradientY
 from fedbilevel.algorithms.simfbo import DescendMean
+from fedbilevel.environment import Environment
 from fedbilevel.federation import Federation, Replies
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 from fedbilevel.linear import neumann_sum, random_product
@@ -235,6 +236,14 @@ class AFBO(Algorithm):
         super().__post_init__()
         if self.memory == "client" and self.hypergradient != "linear-system":
             raise ValueError(f"memory is 'client'; hypergradient must be 'linear-system', not {self.hypergradient!r}")
+
+    def check(self, problem: Problem, environment: Environment) -> None:
+        super().check(problem, environment)
+        if self.memory == "client" and any(stage.direction == "up" for stage in environment.stages):
+            raise ValueError(
+                "memory is 'client' and stages change replies on their way: clients would remember what the server "
+                "never took; memory must be 'server', or there must be no stages on the way up"
+            )
 
     def init(self, problem: Problem) -> State:
         x, y = problem.start

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, Protocol, Self
 
-from fedbilevel import settings
+from fedbilevel import schedules, settings
 from fedbilevel.environment import Environment
 from fedbilevel.federation import Federation
 from fedbilevel.problem import Problem
@@ -42,7 +42,8 @@ class Algorithm(ABC):
 
     def at(self, t: int) -> Self:
         """The settings in force at iteration t: schedules become numbers."""
-        moving = {name: value(t) for name, value in vars(self).items() if callable(value)}
+        values = {name: getattr(self, name) for name in schedules.step_fields(type(self))}
+        moving = {name: value(t) for name, value in values.items() if callable(value)}
         return dataclasses.replace(self, **moving) if moving else self
 
     def check(self, problem: Problem, environment: Environment) -> None:

@@ -496,7 +496,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise
-        ranks = sys.modules.get("fedbilevel.federation.ranks")
+        ranks = sys.modules.get("fedbilevel.ranks")
         if not (ranks and ranks.rank()):
             sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
         sys.exit(2)

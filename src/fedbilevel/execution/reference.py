@@ -16,7 +16,7 @@ from fedbilevel.execution.features import embedded, embeds_beforehand
 from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
 from fedbilevel.execution.meter import Meter
 from fedbilevel.federation.phase import Message
-from fedbilevel.federation.replies import tree_names, wrong_form
+from fedbilevel.federation.replies import wrong_form
 from fedbilevel.federation.task import Results, Task, TaskCost, Values, on_client
 from fedbilevel.oracle import Features, Oracle
 from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
@@ -152,7 +152,7 @@ class ReferenceExecutor:
             return values
         memory = self.memories.get(task.client, {})
         key = fold_in(sent(task.key, self.device), STAGE_STREAM)
-        payload, kept = encoded(stages, values, tree_names(task.broadcast.phase.reply), key, stage_memory(memory))
+        payload, kept = encoded(stages, values, task.broadcast.phase.reply, key, stage_memory(memory))
         if kept:
             self.memories[task.client] = joined(phase_memory(memory), kept)
         return payload

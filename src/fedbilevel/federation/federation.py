@@ -62,6 +62,8 @@ class Federation:
         device: str = "cpu",
     ) -> None:
         self.environment = environment or Environment()
+        self.up = [stage for stage in self.environment.stages if stage.direction == "up"]
+        self.down = [stage for stage in self.environment.stages if stage.direction == "down"]
         self.environment.check(clients)
         self.problem = problem
         self.n = clients
@@ -281,7 +283,7 @@ class Federation:
                 round_,
                 iteration,
                 kept and Submodel(axes, total, kept),
-                stages=[stage for stage in self.environment.stages if stage.direction == "up"],
+                stages=self.up,
             )
             for phase, message, round_, iteration, kept in snapshot["broadcasts"]
         ]
@@ -327,15 +329,13 @@ class Federation:
 
     def _broadcast(self, phase: Phase, message: Mapping[str, Any], round_: int, part: Submodel | None) -> Broadcast:
         """A message with its stages: encoded here, and decoded as every client would."""
-        up = [stage for stage in self.environment.stages if stage.direction == "up"]
-        down = [stage for stage in self.environment.stages if stage.direction == "down"]
-        if not down:
-            return Broadcast(phase, message, round_, self.iteration, part, stages=up)
+        if not self.down:
+            return Broadcast(phase, message, round_, self.iteration, part, stages=self.up)
         kinds = kinds_of(message, self.problem)
         key = fold_in(root(self.seed, "stages"), round_)
-        payload, _ = encoded(down, message, kinds, key, {})
-        received = decoded(down, payload, like(kinds, self.problem, part))
-        return Broadcast(phase, received, round_, self.iteration, part, payload, up)
+        payload, _ = encoded(self.down, message, kinds, key, {})
+        received = decoded(self.down, payload, kinds, like(kinds, self.problem, part))
+        return Broadcast(phase, received, round_, self.iteration, part, payload, self.up)
 
     def _steps(self, phase: Phase, keys: Tensor, clients: Sequence[int]) -> list[int]:
         """How many steps each client takes."""
@@ -419,10 +419,11 @@ class Federation:
 
     def _decoded(self, broadcast: Broadcast, payload: Values) -> tuple[Values, str | None]:
         """A stack of replies after the stages, or why there is none."""
-        whole = like(broadcast.phase.reply, self.problem, broadcast.submodel)
+        kinds = broadcast.phase.reply
+        whole = like(kinds, self.problem, broadcast.submodel)
 
         def decode(payload: Values) -> Values:
-            return decoded(broadcast.stages, payload, whole)
+            return decoded(broadcast.stages, payload, kinds, whole)
 
         try:
             return torch.func.vmap(decode)(payload), None

@@ -47,15 +47,18 @@ def wrong_form(
     submodel: Submodel | None,
     *stack: int,
 ) -> str | None:
-    """What is wrong with the names and shapes of a reply, or of a stack of replies; None if it is as declared."""
+    """What is wrong with the form of a reply, or of a stack of replies; None if it is as declared."""
     if values.keys() != declared.keys():
         return f"replied with {sorted(values)}; it declares {sorted(declared)}"
+    dtype = next(iter(problem.x.values())).dtype
     for name, kind in declared.items():
         expected = {key: (*stack, *shape) for key, shape in declared_shapes(kind, problem, submodel).items()}
         alike = isinstance(values[name], Tensor) == (kind == "scalar")
         if not alike or _shapes(values[name]) != expected:
             what = repr(kind) if isinstance(kind, str) else "the tree"
             return f"replied with {name!r} of another shape than {what}, which it declares"
+        if kind in ("x", "y") and any(tensor.dtype != dtype for tensor in values[name].values()):
+            return f"replied with {name!r} of another dtype than {dtype}"
     return None
 
 
@@ -84,11 +87,6 @@ def like(kinds: Mapping[str, Kind], problem: Problem, submodel: Submodel | None)
             some = next(iter(problem.x.values()))
             found[name] = Tree({key: some.new_zeros(shape) for key, shape in kind.items()})
     return found
-
-
-def tree_names(kinds: Mapping[str, Kind]) -> list[str]:
-    """The values among these that are trees."""
-    return [name for name, kind in kinds.items() if kind != "scalar"]
 
 
 def kinds_of(message: Mapping[str, Any], problem: Problem) -> dict[str, Kind]:
@@ -158,13 +156,15 @@ class Replies:
 
     def add_sums(self, replies: Sequence[Reply], sums: Sums, submodel: Submodel | None = None) -> None:
         """Take replies that were added up where they were computed; on a GPU, without waiting for it."""
+        if submodel:
+            self.settle()
+        checked = len(self._replies)
         self._add_sums({**sums.totals, "steps": sums.steps}, sums.accepted, submodel)
         self._unchecked.append((replies, sums.names, fetched(sums.finite)))
         if submodel or not sums.finite.is_cuda:
-            checked = len(self._replies)
             self.settle()
-            if submodel:
-                self._hold(self._replies[checked:], submodel)
+        if submodel:
+            self._hold(self._replies[checked:], submodel)
 
     def _add_sums(self, sums: Values, count: int | Tensor, submodel: Submodel | None) -> None:
         if submodel:

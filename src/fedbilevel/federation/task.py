@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -174,22 +173,31 @@ def form_of(values: Mapping[str, Any]) -> str:
     return repr({name: shapes(value) for name, value in values.items()}) if values else ""
 
 
-@contextmanager
-def on_client(client: int, place: object) -> Iterator[None]:
+class on_client:  # noqa: N801  (it reads as a phrase: with on_client(3, "round 1"))
     """Within, an error of a client's own code or data names the client and the place.
 
     A `ValueError` or `TypeError` stays one; its subclasses may want other arguments than a message.
     """
-    try:
-        yield
-    except ClientError:
-        raise
-    except (ValueError, TypeError) as error:
-        plain = ValueError if isinstance(error, ValueError) else TypeError
-        cause = "" if type(error) is plain else f"{type(error).__name__}: "
-        raise plain(f"client {client}, {place}: {cause}{first_line(error)}") from error
-    except Exception as error:
-        raise ClientError(f"client {client}, {place}: {type(error).__name__}: {first_line(error)}") from error
+
+    __slots__ = ("client", "place")
+
+    def __init__(self, client: int, place: object) -> None:
+        self.client = client
+        self.place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, ClientError):
+            return
+        where = f"client {self.client}, {self.place}"
+        if type(error) in (ValueError, TypeError):
+            raise type(error)(f"{where}: {first_line(error)}") from error
+        cause = f"{where}: {type(error).__name__}: {first_line(error)}"
+        if isinstance(error, (ValueError, TypeError)):
+            raise (ValueError if isinstance(error, ValueError) else TypeError)(cause) from error
+        raise ClientError(cause) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -185,7 +185,7 @@ class VirtualClock(Transport):
                 cost = self.flights[ending.client].cost
             del self.flights[ending.client]
             yield Missed(task, cost)
-        self._compute([client for client in arrived if self.flights[client].reply is None])
+        self._compute(arrived)
         groups: dict[int, list[Flight]] = {}
         for client in arrived:
             flight = self.flights.pop(client)
@@ -194,7 +194,8 @@ class VirtualClock(Transport):
             yield from self._arrivals(_landed(flights))
 
     def _compute(self, needed: list[int]) -> None:
-        """Compute the replies of these clients' posted tasks, and of more of those under way while at it."""
+        """Compute the replies of these clients' posted tasks that are not, and of more of those under way."""
+        needed = [client for client in needed if self.flights[client].reply is None]
         if not needed:
             return
         together = dict.fromkeys([*needed, *itertools.islice(self.uncomputed, AHEAD)])

@@ -117,7 +117,9 @@ class Worker:
         submodel = self._submodel(task["kept"])
         stages = self.config.environment.stages
         down = [stage for stage in stages if stage.direction == "down"]
-        message = decoded(down, self._here(task["shared"]), like(task["kinds"], self.problem, submodel))
+        kinds = {name: checks.one_of("kind", kind, ("x", "y")) for name, kind in task["kinds"].items()}
+        whole = like(kinds, self.problem, submodel)  # type: ignore[arg-type]
+        message = decoded(down, self._here(task["shared"]), kinds, whole)
         up = [stage for stage in stages if stage.direction == "up"]
         broadcast = Broadcast(phase, message, round_, iteration, submodel, stages=up)
         own = self._here(task["each"])

@@ -26,7 +26,6 @@ from fedbilevel.deploy.flower.wire import WireError, encode, one_line
 from fedbilevel.environment import Environment
 from fedbilevel.execution import losses
 from fedbilevel.federation import Federation, QuorumError
-from fedbilevel.federation.phase import Kind
 from fedbilevel.federation.replies import kinds_of, log
 from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
@@ -296,17 +295,14 @@ class FlowerTransport(Transport):
         if not all(isinstance(name, str) for name in values):
             raise WireError("replied with a name that is no text")
         if not broadcast.stages:  # what stages make of a value may have any form
-            self._check_dtypes(values, broadcast.phase.reply)
+            self._check_numbers(values)
         return pytree.tree_map(lambda t: t.to(self.device).unsqueeze(0), values)  # type: ignore[no-any-return]
 
-    def _check_dtypes(self, values: Mapping[str, Any], declared: Mapping[str, Kind]) -> None:
-        """What is shaped like x or y has the problem's dtype, everything else one that numbers have."""
+    def _check_numbers(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if not isinstance(value, (Tree, Tensor)):
                 raise WireError("replied with something else than tensors")
             dtypes = {tensor.dtype for tensor in pytree.tree_leaves(value)}
-            if declared.get(name) in ("x", "y") and dtypes != {self.dtype}:
-                raise WireError(f"replied with {name!r} of another dtype than {self.dtype}")
             for dtype in dtypes - {self.dtype, torch.float64, torch.float32, torch.int64}:
                 raise WireError(f"replied with {name!r} as {dtype}")
 

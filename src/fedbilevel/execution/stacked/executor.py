@@ -13,18 +13,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel import ranks
-from fedbilevel.devices import sent
+from fedbilevel.devices import constant, sent
 from fedbilevel.execution.draws import SIDES, STAGE_STREAM
 from fedbilevel.execution.features import embeds_beforehand
 from fedbilevel.execution.lift import Lift, lifted, single, stacked
 from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
 from fedbilevel.execution.meter import Meter
 from fedbilevel.execution.stacked.batches import extents, shape
-from fedbilevel.execution.stacked.graphs import Graphs, kinds
+from fedbilevel.execution.stacked.graphs import Graphs
+from fedbilevel.execution.stacked.graphs import kinds as input_kinds
 from fedbilevel.execution.stacked.parts import Parts
 from fedbilevel.execution.stacked.program import Given, StackProgram
 from fedbilevel.execution.stacked.samples import Samples, Source
-from fedbilevel.federation.replies import tree_names, wrong_form
+from fedbilevel.federation.phase import Phase
+from fedbilevel.federation.replies import wrong_form
 from fedbilevel.federation.task import (
     ClientError,
     Results,
@@ -102,9 +104,11 @@ class StackedExecutor:
 
     def _chunks(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
-        groups: dict[tuple[Hashable, Hashable], list[Task]] = defaultdict(list)
+        groups: dict[tuple[Hashable, int], list[Task]] = defaultdict(list)
+        phases: dict[Phase, int] = {}
         for broadcast, alike in by_broadcast(tasks).items():
             phase = broadcast.phase
+            number = phases.setdefault(phase, len(phases))  # a stack has one phase, with its numbers
             size = None if phase.full else self.batch_size
             same = (broadcast.form, "", "")
             for task in alike:
@@ -112,7 +116,7 @@ class StackedExecutor:
                 if task.own or broadcast.remembers:
                     message = (broadcast.form, form_of(task.own), form_of(self.memories.get(task.client, {})))
                 batches = shape(self.held[task.client], SIDES[phase.batch], size, phase.epochs is not None)
-                groups[(phase.name, batches, message), phase].append(task)  # a stack has one phase, with its numbers
+                groups[(phase.name, batches, message), number].append(task)
         for (kind, _), group in groups.items():
             size = 1 if len(group) == 1 else max(1, self.memory // self._footprint(repr(kind), group))
             group.sort(key=lambda task: -task.steps)
@@ -183,14 +187,14 @@ class StackedExecutor:
             "shared": shared,
             "own": own,
             "memory": _stacked([self._recall(task) for task in tasks], self._stack),
-            "steps": sent([task.steps for task in tasks], self.device, self.dtype),
+            "steps": constant(tuple(task.steps for task in tasks), self.device, self.dtype),
             "weights": self._weights(tasks) if sums else (),
             "keys": sent([task.key for task in tasks], self.device),
             "extents": held,
             "starts": {side: starts for side, (_, starts) in source.pools.items()},
             "lengths": lengths,
             "features": source.features,
-            "numbers": sent(list(phase.numbers.values()), self.device, self.dtype),
+            "numbers": constant(tuple(phase.numbers.values()), self.device, self.dtype),
         }
         return given, source
 
@@ -218,12 +222,12 @@ class StackedExecutor:
         broadcast = tasks[0].broadcast
         if not self.on_gpu or broadcast.remembers or broadcast.submodel:
             return ()
-        return sent([task.weight for task in tasks], self.device, torch.float64)
+        return constant(tuple(task.weight for task in tasks), self.device, torch.float64)
 
     def _recorded(self, program: StackProgram, given: Given) -> Any:
         """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as of steps."""
         leaves, form = pytree.tree_flatten(given)
-        name = self.parts.name((program.broadcast.phase.structure, "task", form, kinds(leaves)))
+        name = self.parts.name((program.broadcast.phase.structure, "task", form, input_kinds(leaves)))
         if self.parts.used(name) <= RECORD_FROM:
             return program(given)
         return self.graphs.run(name, self.storage.addresses(), program, leaves, form)
@@ -243,10 +247,10 @@ class StackedExecutor:
     def _encoded(self, results: Results) -> Results:
         """Replies as they travel, after their stages."""
         broadcast = results.tasks[0].broadcast
-        names = tree_names(broadcast.phase.reply)
+        kinds = broadcast.phase.reply
 
         def encode(values: Any, key: Tensor, memory: Any) -> Any:
-            return encoded(broadcast.stages, values, names, fold_in(key, STAGE_STREAM), memory)
+            return encoded(broadcast.stages, values, kinds, fold_in(key, STAGE_STREAM), memory)
 
         before = [self.memories.get(task.client, {}) for task in results.tasks]
         memory = _stacked([stage_memory(each) for each in before], self._stack)
