@@ -12,8 +12,8 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedbilevel.deploy.conduct import Conduct
-from fedbilevel.deploy.flower import client, server
-from fedbilevel.deploy.flower.server import FlowerFederation
+from fedbilevel.deploy.flower import client, members, transport
+from fedbilevel.federation import Federation
 from fedbilevel.problem import ClientData
 from fedbilevel.runs import config as configs
 from fedbilevel.runs.runner import load, run_of, simulation
@@ -70,10 +70,10 @@ def config(table: dict[str, Any], **overrides: Any) -> configs.Config:
 
 def federation(
     grid: Any, found: configs.Config, conduct: Conduct | None = None, clients: int = 0
-) -> tuple[FlowerFederation, Run]:
+) -> tuple[Federation, Run]:
     task, experiment = load(found), found.experiment
-    fed = FlowerFederation(
-        *(grid, task.problem, clients or len(task.clients), found.algorithm, found.environment, found.table),
+    fed = transport.flower_federation(
+        *(grid, task.problem, clients or len(task.clients), found.environment, found.table),
         conduct or found.conduct,
         weights=experiment.weights,
         seed=experiment.seed,
@@ -100,8 +100,8 @@ def only(kind: str, act: Callable[[Message, Handler], Message | None]) -> Callab
 
 
 def quickly(monkeypatch: Any) -> None:
-    monkeypatch.setattr(server, "POLL_S", 0.0)
-    monkeypatch.setattr(server, "NODES_S", 0.0)
+    monkeypatch.setattr(transport, "POLL_S", 0.0)
+    monkeypatch.setattr(members, "NODES_S", 0.0)
 
 
 def clock(monkeypatch: Any) -> Callable[[float], None]:
@@ -112,7 +112,7 @@ def clock(monkeypatch: Any) -> Callable[[float], None]:
         now[0] += 1e-3
         return now[0]
 
-    monkeypatch.setattr(server.time, "monotonic", monotonic)
+    monkeypatch.setattr(transport.time, "monotonic", monotonic)
 
     def later(seconds: float) -> None:
         now[0] += seconds

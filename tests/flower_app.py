@@ -46,9 +46,10 @@ def _run(grid: Grid, experiments: Path, out: Path) -> None:
         while fed.ledger.rounds < table["rounds"]:
             run.advance()
         trees = {key: value for key, value in run.state._asdict().items() if key in ("x", "y", "z")}
-        checkpoint.save(out / f"{name}.safetensors", {"state": trees, "ledger": fed.snapshot()["ledger"]})
+        checkpoint.save(out / f"{name}.safetensors", {"state": trees, **fed.snapshot()})
     if not jobs["nonsense"]:
         return
-    task = {"job": fed.job, "table": fed.table, "phase": "nonsense", "number": 1, "steps": 1}
+    here = fed.transport
+    task = {"job": here.job, "table": here.table, "phase": {"phase": "nonsense"}, "number": 1, "steps": 1}
     told = [_answer(grid, **task), _answer(grid, **task | {"job": "../../etc"}), _answer(grid, job="")]
     (out / "told.json").write_text(json.dumps(told))

@@ -27,8 +27,8 @@ def matrices(of: Any) -> list[Any]:
 
 
 def run(of: Any, method: SDBO, iterations: int, weights: Any = "uniform", **environment: Any) -> Run:
-    fed = fb.SimulatedFederation(of.problem, of.clients, method, fb.Environment(**environment), weights=weights)
-    here = Run(fed, {})
+    fed = fb.simulated_federation(of.problem, of.clients, fb.Environment(**environment), weights=weights)
+    here = Run(method, fed, {})
     for _ in range(iterations):
         here.advance()
     return here
@@ -103,19 +103,19 @@ def test_without_delays_and_with_everyone_adbo_is_sdbo() -> None:
     synchronous = run(of, SDBO(**SETTINGS), 25, **options)
     assert all(map(torch.equal, leaves(asynchronous.state), leaves(synchronous.state)))
     assert asynchronous.fed.ledger.phases == synchronous.fed.ledger.phases
-    assert asynchronous.fed.ledger.virtual_s == synchronous.fed.ledger.virtual_s
+    assert asynchronous.fed.now == synchronous.fed.now
 
 
 def test_a_plane_is_charged_as_the_barriers_it_is() -> None:
     """Every task takes a second: 20 iterations and 2 planes of 3 steps; and what is under way is waited for first."""
     of, settings = task(), SETTINGS | {"plane_steps": 3}
-    ledger = run(of, SDBO(**settings), 20, delay=fb.delays.Constant(1.0)).fed.ledger
-    assert {name: cost.rounds for name, cost in ledger.phases.items()} == {"gradients": 20, "settle": 4, "cut": 2}
-    assert ledger.virtual_s == 20 + 2 * 3
+    fed = run(of, SDBO(**settings), 20, delay=fb.delays.Constant(1.0)).fed
+    assert {name: cost.rounds for name, cost in fed.ledger.phases.items()} == {"gradients": 20, "settle": 4, "cut": 2}
+    assert fed.now == 20 + 2 * 3
     slow = {"delay": fb.delays.Constant(1.0), "stragglers": fb.delays.Stragglers(1, 4.0), "participation": 4}
-    ledger = run(of, ADBO(**settings), 1, **slow).fed.ledger
-    assert ledger.phases["gradients"].rounds == 2  # four that answered after 1 s, the straggler after 4 s
-    assert ledger.virtual_s == 4 + 3 * 4
+    fed = run(of, ADBO(**settings), 1, **slow).fed
+    assert fed.ledger.phases["gradients"].rounds == 2  # four that answered after 1 s, the straggler after 4 s
+    assert fed.now == 4 + 3 * 4
 
 
 @pytest.mark.parametrize(("max_delay", "worst"), [(1, 0), (3, 2), (6, 5)])
@@ -140,7 +140,7 @@ def test_a_step_uses_the_multipliers_of_its_task() -> None:
     conditions = {"participation": 2, "delay": fb.delays.Constant(1.0), "stragglers": fb.delays.Stragglers(1, 3.5)}
     here = run(of, ADBO(**SETTINGS | {"plane_every": 100}), 1, **conditions)
     here.state = here.state._replace(lam=torch.ones(1, dtype=torch.float64))
-    (late,) = here.fed.slow
+    (late,) = here.fed.transport.slow
     here.advance()
     sent = here.state.clients[late]
     for _ in range(3):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
+from fedbilevel.algorithms import afl
 from fedbilevel.algorithms.afbo import AFBO, Latest, State
 from fedbilevel.delays import Constant, Faults, LogNormal, Pareto, Stragglers
 from fedbilevel.federation import Federation, Reply
@@ -28,8 +29,8 @@ def task() -> Any:
 
 def advance(task: Any, method: AFBO, iterations: int, run: Run | None = None, **environment: Any) -> Run:
     if run is None:
-        fed = fb.SimulatedFederation(task.problem, task.clients, method, fb.Environment(**environment))
-        run = Run(fed, {})
+        fed = fb.simulated_federation(task.problem, task.clients, fb.Environment(**environment))
+        run = Run(method, fed, {})
     for _ in range(iterations):
         run.advance()
     return run
@@ -66,8 +67,8 @@ def test_delay_aware_steps_are_divided_by_one_plus_the_mean_age(task: Any) -> No
     """With 6 clients and 2 arrivals a round at equal delays, what is in the sums in round 3 is 0, 0, 1, 1, 2, 2 old."""
     run = advance(task, AFBO(**STEPS, delay_aware=True), 4, delay=Constant(1.0), participation=2)
     latest, before = Latest(*run.state.latest), run.state
-    ages = [run.fed.ledger.iterations - 1 - number for number, _ in latest.said.values()]
-    assert latest.age(run.fed.ledger.iterations - 1) == sum(ages) / 6 > 0
+    ages = [run.fed.iteration - 1 - number for number, _ in latest.said.values()]
+    assert latest.age(run.fed.iteration - 1) == sum(ages) / 6 > 0
     run.advance()
     after = Latest(*run.state.latest)
     moved = (before.y["y"] - run.state.y["y"]) * (1 + after.age(4)) / STEPS["server_lr_y"]
@@ -98,8 +99,8 @@ def test_a_client_that_talks_nonsense_once_is_heard_again(task: Any, memory: Any
         return task.problem.lower(x, y, batch, ()) * (float("nan") if sick["now"] else 1.0)
 
     problem = dataclasses.replace(task.problem, lower=lower)
-    fed = fb.SimulatedFederation(problem, task.clients, AFBO(**STEPS, memory=memory), mode="loop")
-    run = Run(fed, {})
+    fed = fb.simulated_federation(problem, task.clients, mode="loop")
+    run = Run(AFBO(**STEPS, memory=memory), fed, {})
     for t in range(5):
         sick["now"] = t == 2
         run.advance()
@@ -112,17 +113,19 @@ def test_a_number_is_not_used_twice(task: Any) -> None:
     """A client that forgets, then loses a message, must not take an old acknowledgement for that message's."""
     run = advance(task, AFBO(**STEPS, memory="client"), 3)
     other = advance(task, AFBO(**STEPS), 3)
-    run.fed.engine.memories.clear()
+    run.fed.transport.executor.memories.clear()
     for here in (run, other):
-        here.fed.environment = dataclasses.replace(here.fed.environment, faults=Faults(drop=0.9))
+        clock = here.fed.transport
+        clock.environment = dataclasses.replace(clock.environment, faults=Faults(drop=0.9))
         here.advance()
-        here.fed.environment = dataclasses.replace(here.fed.environment, faults=None)
+        assert here.fed.ledger.lost_tasks > 0
+        clock.environment = dataclasses.replace(clock.environment, faults=None)
         for _ in range(3):
             here.advance()
     latest, truth = Latest(*run.state.latest), Latest(*other.state.latest)
     assert len(latest.said) == len(truth.said) == 6
     torch.testing.assert_close(run.state.x["x"], other.state.x["x"], rtol=0, atol=0.2)
-    exact = [run.fed.engine.memories[i]["sent"]["hx"]["x"] for i in range(6)]
+    exact = [run.fed.transport.executor.memories[i]["sent"]["hx"]["x"] for i in range(6)]
     torch.testing.assert_close(latest.mean("hx", run.state.x)["x"], torch.stack(exact).mean(0), rtol=0, atol=1e-12)
 
 
@@ -140,9 +143,10 @@ def test_x_moves_once_in_inner_rounds(task: Any) -> None:
 def test_afl_averages_all_that_was_said_or_what_has_just_arrived(task: Any, variant: Any) -> None:
     """Of six clients with equal delays 0 and 1 answer first, then 2 and 3, all of them about the start."""
     method = fb.algorithms.AFL(variant=variant, neumann_steps=2, neumann_lr=0.7, server_lr_x=0.3, server_lr_y=0.2)
-    fed = fb.SimulatedFederation(task.problem, task.clients, method)
+    work = afl.Work(lr_x=0.01, lr_y=0.05, neumann_steps=2, neumann_lr=0.7)
+    fed = fb.simulated_federation(task.problem, task.clients)
     x, y = task.problem.start
-    said = [reply.values for reply in fed.ask("work", range(6), x=x, y=y)]
+    said = [reply.values for reply in fed.ask(work, range(6), x=x, y=y)]
     run = advance(task, method, 1, delay=Constant(1.0), participation=2)
     first = run.state
     run.advance()
@@ -227,8 +231,8 @@ def test_memory_on_the_clients_gives_the_same_iterates(
     for memory in ("server", "client"):
         environment = fb.Environment(local_steps=(1, 3), faults=faults, **UNEQUAL)
         method = AFBO(**STEPS, memory=memory)  # type: ignore[arg-type]
-        fed = fb.SimulatedFederation(task.problem, task.clients, method, environment, weights=weights)
-        states.append(advance(task, method, 60, Run(fed, {})).state)
+        fed = fb.simulated_federation(task.problem, task.clients, environment, weights=weights)
+        states.append(advance(task, method, 60, Run(method, fed, {})).state)
     assert (states[0].x["x"] - task.problem.x["x"]).norm() > 0.1
     for ours, theirs in zip(*((s.x["x"], s.y["y"], s.z["y"]) for s in states), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
@@ -239,7 +243,7 @@ def test_memory_on_the_clients_gives_the_same_iterates(
 def test_a_client_that_loses_its_memory_makes_the_sums_begin_anew(task: Any) -> None:
     run = advance(task, AFBO(**STEPS, memory="client"), 100, **UNEQUAL)
     assert len(Latest(*run.state.latest).said) == 6
-    del run.fed.engine.memories[next(iter(run.fed.engine.memories))]
+    del run.fed.transport.executor.memories[next(iter(run.fed.transport.executor.memories))]
     heard = []
     for _ in range(40):
         run.advance()

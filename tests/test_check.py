@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 import fedbilevel as fb
 from fedbilevel.advice import ADVISED
-from fedbilevel.diagnosis import diagnose
-from fedbilevel.federation import SimulatedFederation
 from fedbilevel.oracle import Oracle
 from fedbilevel.rng import normal, root
 from fedbilevel.tasks.quadratic import quadratic
@@ -105,8 +103,8 @@ def test_single_precision_and_clients_of_several_sizes():
         for i, client in enumerate(task.clients)
     ]
     expected = figures(fb.check(task.problem, clients, weights="samples").measured)
-    loop = SimulatedFederation(task.problem, clients, fb.algorithms.SimFBO(), weights="samples", mode="loop")
-    assert figures(diagnose(loop, 1000).measured) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    loop = fb.check(task.problem, clients, weights="samples", mode="loop")
+    assert figures(loop.measured) == pytest.approx(expected, rel=1e-6, abs=1e-6)
     half = [
         fb.ClientData(*(tuple(t.float() for t in side) for side in (client.train, client.val))) for client in clients
     ]

@@ -22,16 +22,18 @@ from torch.utils._pytree import tree_map
 
 import fedbilevel as fb
 from fedbilevel import algorithms
+from fedbilevel.algorithms import Phase
 from fedbilevel.delays import Constant, Faults, LogNormal, Pareto, Stragglers, Trace
-from fedbilevel.federation import QuorumError, simulated
-from fedbilevel.federation.stacks import packed
+from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.rng import fold_in, root
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs import config as configs
 from fedbilevel.solve import Run
+from fedbilevel.transports import virtual
+from fedbilevel.transports.virtual import packed
 from tests.asynchronous import Async
 from tests.conformance.test_conformance import build, iterate, tensors
-from tests.test_federation import Probe, federation
+from tests.test_federation import PROBE, VISITS, Probe, federation
 from tests.test_kill import lines, same, wait
 from tests.tool import done, fork, write
 
@@ -39,27 +41,32 @@ KEYS = fold_in(root(1, "test"), torch.arange(20_000))
 EVERYTHING = Faults(drop=0.2, duplicate=0.3, corrupt=0.2, leave=0.2, away_s=3.0)
 
 
-def message(clients: Sequence[int], own: float, phase: str) -> dict[str, Any]:
+def message(clients: Sequence[int], own: float, phase: Phase) -> dict[str, Any]:
     """`own`, to everyone or to each: a probe replies with the product of the two."""
-    if phase == "probe":
+    if isinstance(phase, Probe):
         return {"each": [{"own": 1.0}] * len(clients), "scale": own}
     return {"each": [{"own": own}] * len(clients)}
 
 
-def post(fed: fb.SimulatedFederation, clients: Sequence[int], own: float, phase: str = "probe") -> None:
+def post(fed: Federation, clients: Sequence[int], own: float, phase: Phase = PROBE) -> None:
     fed.post(phase, clients, **message(clients, own, phase))
 
 
-def ask(fed: fb.SimulatedFederation, clients: Sequence[int], own: float, phase: str = "probe") -> Any:
+def ask(fed: Federation, clients: Sequence[int], own: float, phase: Phase = PROBE) -> Any:
     return fed.ask(phase, clients, **message(clients, own, phase))
 
 
-def play(fed: fb.SimulatedFederation, iterations: Iterable[int], count: int = 2, phase: str = "probe") -> list[Any]:
+def play(
+    fed: Federation,
+    iterations: Iterable[int],
+    count: int = 2,
+    phase: Phase = PROBE,
+) -> list[Any]:
     """Everyone idle is sent the number of the iteration, then `count` arrivals are awaited: what the server saw."""
     seen: list[Any] = []
     for t in iterations:
-        fed.ledger.iterations = t
-        post(fed, [i for i in range(len(fed)) if i not in fed.flying], float(t), phase)
+        fed.iteration = t
+        post(fed, [i for i in range(len(fed)) if i not in fed.in_flight], float(t), phase)
         r = fed.collect(count)
         seen.append((fed.now, r.idle, r.refused, [(*reply[:5], reply.values) for reply in r]))
     return seen
@@ -105,19 +112,19 @@ def test_nothing_comes_early_or_from_the_future(n: int, count: int, seed: int, d
     due: dict[int, tuple[float, int]] = {}
     now, last = 0.0, (0.0, -1)
     for t in range(6):
-        fed.ledger.iterations = t
-        idle = [i for i in range(n) if i not in fed.flying]
+        fed.iteration = t
+        idle = [i for i in range(n) if i not in fed.in_flight]
         post(fed, idle, float(t))
         sent |= dict.fromkeys(idle, t)
-        due |= {e.client: (e.due, e.number) for e in fed.endings if e.client in idle}
+        due |= {e.client: (e.due, e.number) for e in fed.transport.endings if e.client in idle}
         assert all(due[i][0] >= now for i in idle)
         r = fed.collect(count)
         order = [due[i] for i in r.idle]
         assert [last, *order] == sorted([last, *order]), "in order of time, then of number"
         assert fed.now == max(now, order[-1][0]), "time stands still between arrivals and never goes back"
         now, last = fed.now, order[-1]
-        assert len(r) == count or not fed.flying
-        assert all(place[0] >= last[0] for i, place in due.items() if i in fed.flying)
+        assert len(r) == count or not fed.in_flight
+        assert all(place[0] >= last[0] for i, place in due.items() if i in fed.in_flight)
         assert [reply.client for reply in r] == [i for i in r.idle if i in {reply.client for reply in r}]
         for reply in r:
             assert float(reply.values["own"]) == sent[reply.client], "what it was sent, not what is newest"
@@ -126,8 +133,8 @@ def test_nothing_comes_early_or_from_the_future(n: int, count: int, seed: int, d
 
 @pytest.mark.parametrize("changes", [{}, {"faults": None}, {"delay": Pareto(), "local_steps": (1, 4)}])
 def test_stack_loop_and_any_number_ahead_agree(changes: dict[str, Any], monkeypatch: Any) -> None:
-    def run(ahead: int = simulated.AHEAD, seed: int = 3, **options: Any) -> Any:
-        monkeypatch.setattr(simulated, "AHEAD", ahead)
+    def run(ahead: int = virtual.AHEAD, seed: int = 3, **options: Any) -> Any:
+        monkeypatch.setattr(virtual, "AHEAD", ahead)
         fed = federation([4, 4, 5, 4, 4, 5], environment=conditions(**changes), seed=seed, **options)
         return [*play(fed, range(10)), fed.records()], fed.ledger
 
@@ -142,12 +149,12 @@ def test_stack_loop_and_any_number_ahead_agree(changes: dict[str, Any], monkeypa
 def test_times_and_staleness_by_hand() -> None:
     """Two clients take 2 s, one takes 10 s; one arrival an iteration, and who is idle gets the next task at once."""
     fed = federation(environment={"delay": Constant(2.0), "stragglers": Stragglers(1, 5.0)})
-    (slow,) = fed.slow
+    (slow,) = fed.transport.slow
     a, b = (i for i in range(3) if i != slow)
     post(fed, [a, b, slow], 0.0)
     seen = []
     for t in range(9):
-        fed.ledger.iterations = t
+        fed.iteration = t
         (reply,) = (r := fed.collect(1))
         seen.append((fed.now, reply.client, reply.staleness))
         post(fed, r.idle, float(t))
@@ -165,17 +172,18 @@ def test_times_and_staleness_by_hand() -> None:
 def test_tasks_under_way_run_as_one_stack(monkeypatch: Any) -> None:
     fed = federation([4] * 5, environment={"delay": Constant()})
     stacks: list[list[float]] = []
-    run = fed.engine.run
+    executor = fed.transport.executor
+    run = executor.run
 
-    def spy(work: Any, **options: Any) -> Any:
-        stacks.append([w.exchange.shared["scale"] for w in work])
-        return run(work, **options)
+    def spy(tasks: Any, **options: Any) -> Any:
+        stacks.append([task.broadcast.message["scale"] for task in tasks])
+        return run(tasks, **options)
 
-    monkeypatch.setattr(fed.engine, "run", spy)
+    monkeypatch.setattr(executor, "run", spy)
     for own in (7.0, 8.0):
         post(fed, [0, 1] if own == 7.0 else [2, 3, 4], own)
     assert [float(reply.values["own"]) for reply in fed.collect(2)] == [7, 7]
-    waiting = [reply for reply, *_ in fed.ready.values()]
+    waiting = [flight.reply[0] for flight in fed.transport.flights.values()]
     assert [t.untyped_storage().nbytes() for t in waiting] == [24] * 3, "none of them keeps the stack"
     assert [float(reply.values["own"]) for reply in fed.collect(3)] == [8, 8, 8]
     assert stacks == [[7, 7, 8, 8, 8]]
@@ -183,8 +191,9 @@ def test_tasks_under_way_run_as_one_stack(monkeypatch: Any) -> None:
 
 def test_messages_of_another_form_are_not_stacked() -> None:
     fed = federation()
-    fed.post("probe", [0], scale=2.0, each=[{"own": 1.0}], more=torch.zeros(2))
-    fed.post("probe", [1, 2], scale=3, each=[{"own": 1}] * 2)  # whole numbers are waited for with others
+    fed.post(PROBE, [0], scale=2.0, each=[{"own": 1.0}], more=torch.zeros(2))
+    # Replies with whole numbers are waited for together with others.
+    fed.post(PROBE, [1, 2], scale=3, each=[{"own": 1}] * 2)
     assert [float(reply.values["own"]) for reply in fed.collect(3)] == [2, 3, 3]
 
 
@@ -210,7 +219,7 @@ def test_replies_that_wait_come_back_as_they_were(clients: int) -> None:
 
 def test_an_ask_takes_as_long_as_its_slowest_client() -> None:
     fed = federation(environment={"delay": Constant(2.0), "stragglers": Stragglers(1, 5.0)})
-    (slow,) = fed.slow
+    (slow,) = fed.transport.slow
     quick = (slow + 1) % 3
     for clients, now in (([quick], 2.0), ([0, 1, 2], 12.0), ([quick, quick], 16.0)):
         ask(fed, clients, 1.0)
@@ -230,7 +239,7 @@ def test_an_ask_waits_for_what_its_client_does_and_leaves_its_reply() -> None:
 def test_a_deadline_ends_an_ask_and_only_an_ask() -> None:
     environment = {"delay": Constant(2.0), "stragglers": Stragglers(1, 5.0), "deadline": 3.0}
     fed = federation(environment=environment)
-    (slow,) = fed.slow
+    (slow,) = fed.transport.slow
     r = ask(fed, range(3), 1.0)
     assert (fed.now, len(r), fed.ledger.lost_tasks) == (3.0, 2, 1)
     assert slow not in [reply.client for reply in r]
@@ -343,9 +352,10 @@ def test_stragglers_are_so_many_and_the_same_throughout(n: int, seed: int, data:
     for _ in range(3):
         post(fed, range(n), 0.0)
         before = fed.now
-        slow = {e.client for e in fed.endings if e.due - before == 7.0}
-        assert {e.client for e in fed.endings if e.due - before == 1.0} == set(range(n)) - slow
-        assert slow == fed.slow
+        took = {ending.client: ending.due - before for ending in fed.transport.endings}
+        slow = {client for client, seconds in took.items() if seconds == 7.0}
+        assert {client for client, seconds in took.items() if seconds == 1.0} == set(range(n)) - slow
+        assert slow == fed.transport.slow
         assert len(slow) == k
         fed.collect(n)
     assert fed.now == 21.0
@@ -396,8 +406,7 @@ def test_nonsense_of_whole_numbers_has_another_shape() -> None:
             return {"count": carry[2].long()}
 
     fed = federation([2] * 20, environment={"faults": Faults(corrupt=0.5)})
-    fed.algorithm = fed.settings = type("Counts", (type(fed.algorithm),), {"phases": {"probe": Counting}})()
-    r = ask(fed, range(20), 3.0)
+    r = ask(fed, range(20), 3.0, Counting())
     assert 0 < len(r.refused) < 20
     assert all("another shape" in why for why in r.refused)
     assert r.mean("count") == 3.0
@@ -410,17 +419,17 @@ def test_a_lost_reply_was_computed_and_its_client_remembers(posted: bool, deadli
     fed = federation([2] * 12, environment=environment)
     for t in range(5):
         if posted:
-            post(fed, range(12), 2.0**t, "visits")
+            post(fed, range(12), 2.0**t, VISITS)
             if t == 2:  # what was posted comes first, also where it is lost
-                for reply in ask(fed, range(12), 2.0**t / 2, "visits"):
+                for reply in ask(fed, range(12), 2.0**t / 2, VISITS):
                     assert float(reply.values["visits"]) == 1 + 2 + 4 + 2
             r = fed.collect(12)
         else:
-            r = ask(fed, range(12), 2.0**t, "visits")
+            r = ask(fed, range(12), 2.0**t, VISITS)
         extra = 2.0 if posted and t > 2 else 0.0
         assert all(float(reply.values["visits"]) == 2.0 ** (t + 1) - 1 + extra for reply in r)
     assert 10 < fed.ledger.lost_tasks < 62
-    final = {float(memory["visits"]) for memory in fed.engine.memories.values()}
+    final = {float(memory["visits"]) for memory in fed.transport.executor.memories.values()}
     assert final == {31.0 + (2.0 if posted else 0.0)}
     assert fed.ledger.phases["visits"].samples == 2 * 12 * (6 if posted else 5)
 
@@ -429,7 +438,7 @@ def test_a_collect_takes_what_there_is_and_too_few_replies_end_an_ask() -> None:
     fed = federation([2] * 6, environment={"delay": Constant(), "faults": Faults(drop=0.9), "min_replies": 3})
     post(fed, [0, 1], 1.0)
     r = fed.collect(6)
-    assert (len(r), r.idle, fed.flying, fed.ledger.lost_tasks) == (0, [0, 1], {}, 2)
+    assert (len(r), r.idle, fed.in_flight, fed.ledger.lost_tasks) == (0, [0, 1], {}, 2)
     with pytest.raises(QuorumError, match="phase 'probe', round 1: no reply was accepted"):
         r.mean("own")
     with pytest.raises(QuorumError, match=r"round 2: [012] of 6 replies were accepted, at least 3 needed"):
@@ -451,12 +460,12 @@ def test_who_is_busy_or_away_is_not_sampled() -> None:
     assert counts[[0, 2, 5]].sum() == 0
     free = counts[[1, 3, 4, 6, 7]]
     assert float(((free - 400) ** 2 / 400).sum()) < 18.5  # chi-square, 4 degrees of freedom, p = .001
-    fed.free_at = {client: 10.0 + client for client in range(7)}
+    fed.transport.free_at = {client: 10.0 + client for client in range(7)}
     assert sorted(fed.sample()) == [0, 7], "time passes until two are there"
     assert fed.now == 10.0
     cohorts = []
     for _ in range(200):  # everyone is back at the same moment
-        fed.free_at = dict.fromkeys(range(8), fed.now + 1)
+        fed.transport.free_at = dict.fromkeys(range(8), fed.now + 1)
         cohorts += fed.sample()
     counts = torch.bincount(torch.tensor(cohorts), minlength=8).double()
     assert fed.now == 210.0
@@ -466,7 +475,7 @@ def test_who_is_busy_or_away_is_not_sampled() -> None:
 # Going on
 
 
-def reload(fed: fb.SimulatedFederation) -> Any:
+def reload(fed: Federation) -> Any:
     """Its snapshot, through a file."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(Path(folder, "checkpoint"), fed.snapshot())
@@ -477,22 +486,28 @@ def reload(fed: fb.SimulatedFederation) -> Any:
 @given(
     seed=st.integers(0, 999),
     cut=st.integers(1, 9),
-    phase=st.sampled_from(["probe", "visits"]),
+    phase=st.sampled_from([PROBE, VISITS]),
     ahead=st.sampled_from([1, 2, 1000]),
     moment=st.sampled_from(["between", "in flight"]),
 )
-def test_a_restart_at_any_moment_changes_no_bit(seed: int, cut: int, phase: str, ahead: int, moment: str) -> None:
-    def fresh() -> fb.SimulatedFederation:
+def test_a_restart_at_any_moment_changes_no_bit(
+    seed: int,
+    cut: int,
+    phase: Phase,
+    ahead: int,
+    moment: str,
+) -> None:
+    def fresh() -> Federation:
         return federation([4, 4, 5, 4, 4, 5], environment=conditions(delay=Pareto(1.0, 1.2)), seed=seed)
 
     whole, stopped, resumed = fresh(), fresh(), fresh()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulated, "AHEAD", ahead)
+        patch.setattr(virtual, "AHEAD", ahead)
         seen = play(whole, range(10), phase=phase)[cut:]
         play(stopped, range(cut), phase=phase)
         if moment == "in flight":
-            stopped.ledger.iterations = cut
-            post(stopped, [i for i in range(6) if i not in stopped.flying], float(cut), phase)
+            stopped.iteration = cut
+            post(stopped, [i for i in range(6) if i not in stopped.in_flight], float(cut), phase)
         resumed.restore(reload(stopped))
         for other in (stopped, resumed):
             close(play(other, range(cut, 10), phase=phase), seen, 0.0)
@@ -519,20 +534,27 @@ def test_a_run_without_a_barrier_goes_on_with_the_same_bits(lr_x: Any, tmp_path:
 
 
 def test_after_a_restart_the_same_tasks_can_be_stacked() -> None:
-    """Stacks round differently: tasks of one iteration share its settings again, those of others do not."""
+    """Stacks round differently: only tasks of one iteration have equal phases, as before."""
     task = fb.tasks.load("quadratic", clients=6)
     environment = fb.Environment(delay=LogNormal())
-    runs = [
-        Run(fb.SimulatedFederation(task.problem, task.clients, Async(lr_x=lambda t: 0.1 / (t + 1)), environment), {})
-        for _ in range(2)
-    ]
+    runs = []
+    for _ in range(2):
+        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        runs.append(Run(Async(lr_x=lambda t: 0.1 / (t + 1)), fed, {}))
     for _ in range(3):
         runs[0].advance()
     runs[1].fed.restore(reload(runs[0].fed))
-    kinds = [{i: id(w.exchange.settings) for i, w in run.fed.flying.items()} for run in runs]
-    assert 1 < len(set(kinds[0].values())) < 6
-    same = [{(i, j): kind[i] == kind[j] for i in kind for j in kind} for kind in kinds]
-    assert same[0] == same[1]
+    phases = [{i: task.broadcast.phase for i, task in run.fed.in_flight.items()} for run in runs]
+    assert 1 < len(set(phases[0].values())) < 6
+    assert phases[0] == phases[1]
+    stacks = []
+    for run in runs:
+        executor = run.fed.transport.executor
+        tasks = list(run.fed.in_flight.values())
+        list(executor.run(tasks))
+        stacks.append([[task.client for task in chunk] for chunk in executor._chunks(tasks)])
+    assert stacks[0] == stacks[1]
+    assert 1 < len(stacks[0]) < 6
 
 
 def test_an_interrupted_iteration_leaves_no_trace() -> None:
@@ -540,7 +562,8 @@ def test_an_interrupted_iteration_leaves_no_trace() -> None:
 
     def run() -> Run:
         environment = fb.Environment(**conditions(faults=Faults(duplicate=0.4, leave=0.3)))
-        return Run(fb.SimulatedFederation(task.problem, task.clients, Async(), environment), {"rounds": 7})
+        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        return Run(Async(), fed, {"rounds": 7})
 
     whole, stopped = run(), run()
     list(whole)
@@ -558,6 +581,7 @@ def test_an_interrupted_iteration_leaves_no_trace() -> None:
     assert all(map(torch.equal, tensors(stopped.state), tensors(whole.state)))
     before, after = ({**run.fed.ledger.__dict__, "wall_s": 0} for run in (whole, stopped))
     assert before == after
+    assert (stopped.fed.now, stopped.fed.iteration) == (whole.fed.now, whole.fed.iteration)
 
 
 OWN = """
@@ -611,7 +635,7 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
     for wrong, sentence in (
         (lambda: post(fed, [2, 1], 1.0), "client 1 would have two tasks in flight; it can have one at a time"),
         (lambda: post(fed, [2, 2], 1.0), "client 2 would have two tasks in flight; it can have one at a time"),
-        (lambda: post(fed, [2], 1.0, "visits"), "phase 'visits' must wait: tasks of 'probe' are in flight"),
+        (lambda: post(fed, [2], 1.0, VISITS), "phase 'visits' must wait: tasks of 'probe' are in flight"),
     ):
         with pytest.raises(RuntimeError, match=f"^{re.escape(sentence)}$"):
             wrong()
@@ -622,9 +646,9 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
     assert len(fed.collect(5)) == 2
     with pytest.raises(RuntimeError, match="nothing is in flight, so nothing can be collected; post a task first"):
         fed.collect()
-    post(fed, [0], 1.0, "visits")
+    post(fed, [0], 1.0, VISITS)
     assert len(fed.collect(1)) == 1
-    fed.post("probe", [1], scale=1.0)
+    fed.post(PROBE, [1], scale=1.0)
     with pytest.raises(RuntimeError, match=r"^client 1, phase 'probe', round 3: .*not 'own'$"):
         fed.collect(1)
 

@@ -19,9 +19,11 @@ import fedbilevel as fb
 from fedbilevel import memory
 from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.delays import LogNormal
-from fedbilevel.federation import Ledger, steps
+from fedbilevel.execution.meter import Meter
+from fedbilevel.execution.stacked import parts
+from fedbilevel.federation import Federation, Ledger
 from fedbilevel.federation.ledger import Accounts
-from fedbilevel.federation.meter import Meter
+from fedbilevel.federation.phase import Steps
 from fedbilevel.solve import Run
 from fedbilevel.tasks.quadratic import quadratic
 from tests.tool import QUADRATIC, done, summary, write
@@ -110,7 +112,8 @@ def test_what_is_freed_is_kept_unless_the_user_has_a_say(variable: str | None, m
 def test_the_garbage_collector_leaves_alone_what_was_there_before_a_run() -> None:
     assert gc.get_freeze_count() == 0
     threshold, task = gc.get_threshold(), quadratic(clients=2)
-    run = iter(Run(fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.SimFBO()), {"rounds": 3}))
+    fed = fb.simulated_federation(task.problem, task.clients)
+    run = iter(Run(fb.algorithms.SimFBO(), fed, {"rounds": 3}))
     next(run)
     before = gc.get_freeze_count()
     assert before > 1000
@@ -154,19 +157,18 @@ def data(*sizes: int, shape: tuple[int, ...] = (K,)) -> list[fb.ClientData]:
     return [fb.ClientData(train=side, val=side) for side in sides]
 
 
-def advanced(fed: fb.SimulatedFederation, iterations: int, run: Run | None = None) -> Run:
-    run = run or Run(fed, {})
+def advanced(method: Algorithm, fed: Federation, iterations: int) -> None:
+    run = Run(method, fed, {})
     for _ in range(iterations):
         run.advance()
-    return run
 
 
 def test_every_client_pays_for_its_own_steps_batches_and_letters() -> None:
     """FedAvg on a linear model: a gradient is the product with the batch and the one with its transpose."""
     steps, sizes = [3, 1, 2, 2], [8, 8, 6, 8]
     environment, method = fb.Environment(local_steps=steps), fb.algorithms.get("fedavg")()
-    fed = fb.SimulatedFederation(linear_problem(), data(*sizes), method, environment)
-    advanced(fed, 5)
+    fed = fb.simulated_federation(linear_problem(), data(*sizes), environment)
+    advanced(method, fed, 5)
     for client, (tau, size) in enumerate(zip(steps, sizes, strict=True)):
         paid = fed.ledger.clients[client]
         assert paid["flops"] == 5 * tau * 2 * (2 * size * K * C)
@@ -189,8 +191,8 @@ def test_clients_with_submodels_pay_for_these_alone() -> None:
     weights, axes = {"w": torch.ones(8, K), "v": torch.ones(C, 8)}, {"w": ("hidden", None), "v": (None, "hidden")}
     problem = fb.Problem(loss, loss, x={"w": weights["w"]}, y={"v": weights["v"]}, axes=axes)
     environment = fb.Environment(capacity=[1.0, 0.5])
-    fed = fb.SimulatedFederation(problem, data(B, B, B, B), fb.algorithms.get("fedrolex")(), environment)
-    advanced(fed, 3)
+    fed = fb.simulated_federation(problem, data(B, B, B, B), environment)
+    advanced(fb.algorithms.get("fedrolex")(), fed, 3)
     gradient, numbers = 2 * B * (2 * 8 * K + 3 * C * 8), 8 * K + C * 8
     small, large = fed.ledger.clients.groups()
     assert (small["clients"], large["clients"]) == (2, 2)
@@ -202,8 +204,8 @@ def test_clients_with_submodels_pay_for_these_alone() -> None:
 
 def test_operations_of_the_last_smaller_batch_of_a_pass() -> None:
     method = fb.algorithms.get("fednest")(lower_steps="2 epochs", lower="sgd", inner_rounds=1)
-    fed = fb.SimulatedFederation(linear_problem(), data(10, 10), method, fb.Environment(batch_size=4))
-    advanced(fed, 1)
+    fed = fb.simulated_federation(linear_problem(), data(10, 10), fb.Environment(batch_size=4))
+    advanced(method, fed, 1)
     cost = fed.ledger.phases["lower_round"]
     assert (cost.samples, cost.flops) == (2 * 2 * 10, 2 * 2 * 10 * 2 * 2 * K * C)
 
@@ -218,9 +220,10 @@ def test_stack_loop_and_chunks_cost_the_same(name: str) -> None:
 
     def ledger(**options: Any) -> Ledger:
         environment = fb.Environment(local_steps=[1, 3, 2, 3], batch_size=4)
-        clients, method = data(5, 5, 5, 4, shape=(2, 6, 6)), fb.algorithms.get(name)()
-        fed = fb.SimulatedFederation(fb.Problem(loss, loss, x=x, y=y), clients, method, environment, **options)
-        return advanced(fed, 2).fed.ledger
+        clients, problem = data(5, 5, 5, 4, shape=(2, 6, 6)), fb.Problem(loss, loss, x=x, y=y)
+        fed = fb.simulated_federation(problem, clients, environment, **options)
+        advanced(fb.algorithms.get(name)(), fed, 2)
+        return fed.ledger
 
     stack, loop, chunks = ledger(), ledger(mode="loop"), ledger(memory=1)
     assert stack.phases == loop.phases == chunks.phases
@@ -231,8 +234,11 @@ def test_stack_loop_and_chunks_cost_the_same(name: str) -> None:
 class Last(Phase):
     """Most of its memory and some of its products are in `finish`."""
 
-    steps, batch = "local", "train"
+    name = "last"
+    batch = "train"
     reply: ClassVar = {"g": "y"}
+
+    steps: Steps = "local"
 
     def start(self, m: Message) -> Any:
         return m.x, m.y
@@ -244,30 +250,21 @@ class Last(Phase):
         return {"g": c[1].map(lambda w: w @ (w.T @ w) + torch.zeros(9000).sum())}
 
 
-class AtLast(Algorithm):
-    name = "at-last"
-    phases: ClassVar = {"last": Last}
-
-    def init(self, problem: fb.Problem) -> Any: ...
-
-    def iterate(self, s: Any, fed: Any) -> Any: ...
-
-
 @pytest.mark.parametrize("trace_from", [0, 10**9], ids=["traced", "as written"])
 def test_a_task_of_one_step_pays_for_its_end(trace_from: int, monkeypatch: Any) -> None:
     """The same, whoever it is stacked with, and after a restart."""
-    monkeypatch.setattr(steps, "TRACE_FROM", trace_from)
+    monkeypatch.setattr(parts, "TRACE_FROM", trace_from)
     environment, problem = fb.Environment(local_steps=[1, 1, 3]), linear_problem()
-    (x, y), method = problem.start, AtLast()
-    fed, again = (fb.SimulatedFederation(problem, data(B, B, B), method, environment) for _ in range(2))
+    x, y = problem.start
+    fed, again = (fb.simulated_federation(problem, data(B, B, B), environment) for _ in range(2))
     for asked, cohort in enumerate(([0], [0, 1], [0, 1, 2]), 1):
-        fed.ask("last", cohort, x=x, y=y)
+        fed.ask(Last(), cohort, x=x, y=y)
         paid = fed.ledger.clients[0]
         assert paid["flops"] == asked * (2 * 2 * B * K * C + 2 * 2 * K * C * C)
         assert 4 * 9000 < paid["peak_bytes"] < 4 * 9000 + 4 * 50 * K * C
     again.restore(fed.snapshot())
     for each in (fed, again):
-        each.ask("last", [0, 1], x=x, y=y)
+        each.ask(Last(), [0, 1], x=x, y=y)
     assert again.ledger == fed.ledger
 
 
@@ -277,28 +274,35 @@ def test_figures_survive_an_interruption_and_a_restart(name: str) -> None:
     environment = fb.Environment(participation=3, local_steps=(1, 3), batch_size=2, delay=LogNormal())
 
     def new() -> Run:
-        return Run(fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.get(name)(), environment), {})
+        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        return Run(fb.algorithms.get(name)(), fed, {})
+
+    def advance(run: Run, iterations: int) -> None:
+        for _ in range(iterations):
+            run.advance()
 
     whole, twin = new(), new()
-    advanced(whole.fed, 4, whole)
+    advance(whole, 4)
     twin.fed.restore(whole.fed.snapshot())
     twin.state = whole.state
-    theirs, ours = twin.fed.engine.steps, whole.fed.engine.steps
+    theirs, ours = twin.fed.transport.executor.parts, whole.fed.transport.executor.parts
     used = dict(ours.uses)  # by which steps are traced, and so round
     assert (theirs.measured, theirs.uses) == (ours.measured, used)
-    before, kept = whole.fed.mark(), whole.fed.ledger.totals()
+    before, kept, now = whole.fed.mark(), whole.fed.ledger.totals(), whole.fed.now
     for _ in range(2):  # a mark is not used up
         state = whole.state
-        advanced(whole.fed, 1, whole)
+        advance(whole, 1)
         assert whole.fed.ledger.totals() != kept
         assert ours.uses != used or name == "afbo"  # whose replies were evaluated ahead
         whole.fed.back(before)
         whole.state = state
         assert (whole.fed.ledger.totals(), ours.uses) == (kept, used)
+        assert (whole.fed.now, whole.fed.iteration) == (now, 4)
     for run in (whole, twin):
-        advanced(run.fed, 5, run)
+        advance(run, 5)
         run.fed.ledger.wall_s = 0.0
     assert whole.fed.ledger == twin.fed.ledger
+    assert (whole.fed.now, whole.fed.iteration) == (twin.fed.now, twin.fed.iteration)
     for column in Accounts.FIGURES:
         paid = [whole.fed.ledger.clients[i][column] for i in range(6)]
         assert whole.fed.ledger.totals()[column] == (max(paid) if column == "peak_bytes" else sum(paid))

@@ -30,7 +30,7 @@ def test_fedmbo_is_unbiased_over_all_its_draws(weights: Any) -> None:
     of, lam, N = task(clients=2), 0.6, 3
     A, B, _, e, t, _ = of._means(weights)
     method = fb.algorithms.FedMBO(lr_x=0.1, lr_y=1e-12, neumann_lr=lam, neumann_steps=N)
-    fed = fb.SimulatedFederation(of.problem, of.clients, method, fb.Environment(participation=1), weights=weights)
+    fed = fb.simulated_federation(of.problem, of.clients, fb.Environment(participation=1), weights=weights)
     start, expected = method.init(of.problem), torch.zeros(5, dtype=torch.float64)
     for length in range(N):
         choices = list(itertools.product(range(2), repeat=length + 2))  # v, the factors, the last product
@@ -46,7 +46,7 @@ def test_fednest_is_unbiased_over_all_its_cohorts() -> None:
     of, lam = task(clients=3), 0.6
     A, B, _, e, t, _ = means(of)
     method = fb.algorithms.FedNest(**SMALL, neumann_lr=lam, neumann_steps=1)
-    fed = fb.SimulatedFederation(of.problem, of.clients, method, fb.Environment(participation=1))
+    fed = fb.simulated_federation(of.problem, of.clients, fb.Environment(participation=1))
     start, steps = method.init(of.problem), []
     for chosen in itertools.product(range(3), repeat=3):
         cohorts = [[0], *([client] for client in chosen)]
@@ -77,12 +77,13 @@ def test_local_truncation_is_unbiased_over_all_lengths(name: str, monkeypatch: A
     """On one client: its own Hessian is the global one."""
     of = task(clients=1)
     A, B, _, e, t, _ = means(of)
-    fed = fb.SimulatedFederation(of.problem, of.clients, fb.algorithms.get(name)(**LOCAL))
+    method = fb.algorithms.get(name)(**LOCAL)
+    fed = fb.simulated_federation(of.problem, of.clients)
     x, y = of.problem.start
     found = []
     for length in range(4):
         monkeypatch.setattr(rounds, "integers", lambda key, low, high, length=length: torch.tensor(length))
-        found.append(fed.ask("begin", [0], x=x, y=y).mean("u")["x"])
+        found.append(fed.ask(method.begin(), [0], x=x, y=y).mean("u")["x"])
     torch.testing.assert_close(torch.stack(found).mean(0), -t + B.T @ neumann(A, -e, 0.8, 4), rtol=0, atol=1e-12)
     assert (found[0] - found[3]).norm() > 0.1
 
@@ -92,8 +93,8 @@ def test_variance_reduction_shares_the_truncation(name: str) -> None:
     """Where x and y stay and the old momentum has all the weight, d(new) - d(old) is nothing: both have one length."""
     of = task()
     method = fb.algorithms.get(name)(**LOCAL, momentum_weight=1e-9)
-    fed = fb.SimulatedFederation(of.problem, of.clients, method, fb.Environment(local_steps=5))
-    run = Run(fed, {})
+    fed = fb.simulated_federation(of.problem, of.clients, fb.Environment(local_steps=5))
+    run = Run(method, fed, {})
     run.advance()
     first = run.state.u["x"]
     run.advance()

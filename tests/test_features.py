@@ -49,7 +49,7 @@ def test_embedding_changes_costs_not_numbers(name: str, settings: Any, dropout: 
     runs, samples = [], []
     for each in (problem, plain):
         method = fb.algorithms.get(name)(**settings)
-        run = Run(fb.SimulatedFederation(each, clients, method, environment, mode=mode), {})
+        run = Run(method, fb.simulated_federation(each, clients, environment, mode=mode), {})
         calls.clear()
         for _ in range(2):
             run.advance()
@@ -69,13 +69,13 @@ def test_embedding_changes_costs_not_numbers(name: str, settings: Any, dropout: 
 
 def test_features_are_kept_for_the_next_task_at_the_same_x_and_no_longer() -> None:
     problem, _, (clients, calls) = both(0.0)
-    fed = fb.SimulatedFederation(problem, clients, fb.algorithms.FedNest(compat="reference"))
+    fed = fb.simulated_federation(problem, clients)
     x, y = problem.start
     calls.clear()
 
     def ask(x: fb.Tree, cohort: list[int]) -> tuple[int, Tensor]:
         before = len(calls)
-        q = fed.ask("gradient", cohort, x=x, y=y).mean("q")["head.weight"]
+        q = fed.ask(LowerGradient(full=True), cohort, x=x, y=y).mean("q")["head.weight"]
         return len(calls) - before, q
 
     other = x * 0.5
@@ -98,13 +98,10 @@ class Wrong(LowerGradient):
 def test_derivatives_in_x_of_features_are_refused() -> None:
     problem, _, (clients, _) = both(0.0)
 
-    class Method(fb.algorithms.FedNest):  # type: ignore[misc]
-        phases = {**fb.algorithms.FedNest.phases, "gradient": Wrong}  # noqa: RUF012
-
-    fed = fb.SimulatedFederation(problem, clients, Method(compat="reference"))
+    fed = fb.simulated_federation(problem, clients)
     x, y = problem.start
     with pytest.raises((ClientError, TypeError), match="its fixed_x must be False"):
-        fed.ask("gradient", [0, 1], x=x, y=y)
+        fed.ask(Wrong(full=True), [0, 1], x=x, y=y)
 
 
 def test_both_batches_go_through_the_backbone_together_where_it_pays() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,21 +15,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedbilevel as fb
-from fedbilevel.algorithms import Algorithm, Message, Phase
-from fedbilevel.delays import Faults
-from fedbilevel.federation import ClientError, Ledger, QuorumError, batches
-from fedbilevel.federation.batches import Extent
+from fedbilevel.algorithms import Message, Phase
+from fedbilevel.algorithms.rabo import LocalHypergradientByDifferences
+from fedbilevel.algorithms.rounds import HessianProduct, LowerRound
+from fedbilevel.algorithms.simfbo import Descend
+from fedbilevel.delays import Constant, Faults
+from fedbilevel.execution.stacked import batches
+from fedbilevel.execution.stacked.batches import Extent
+from fedbilevel.federation import ClientError, Federation, Ledger, QuorumError
+from fedbilevel.federation.phase import Steps
+from fedbilevel.federation.task import on_client
 from fedbilevel.oracle import Oracle
 from fedbilevel.rng import fold_in, rows
+from fedbilevel.submodels import choose, segments
 
 
 class Probe(Phase):
     """Replies with what the client was sent and saw, so that a test can read it."""
 
-    steps = "local"
+    name = "probe"
     batch = "train"
     reply: ClassVar = {"mean": "x", "evaluations": "scalar", "own": "scalar"}
     summed = False
+
+    steps: Steps = "local"
 
     def start(self, m: Message) -> Any:
         return fb.Tree(x=torch.zeros(1, dtype=torch.float64)), torch.zeros((), dtype=torch.float64), m.own * m.scale
@@ -42,12 +53,14 @@ class Probe(Phase):
 
 
 class SummedProbe(Probe):
+    name = "summed"
     summed = True
 
 
 class Visits(Phase):
     """Adds what it is sent to what it remembers."""
 
+    name = "visits"
     batch = "train"
     remembers = True
     reply: ClassVar = {"visits": "scalar"}
@@ -64,35 +77,27 @@ class Visits(Phase):
 
 
 class Forgets(Visits):
+    name = "forgets"
+
     def finish(self, carry: Any) -> dict[str, Any]:
         return {"visits": carry, "memory": {}}
 
 
 class Absent(Visits):
+    name = "absent"
+
     def finish(self, carry: Any) -> dict[str, Any]:
         return {"visits": carry}
 
 
-class Probing(Algorithm):
-    name = "probing"
-    phases: ClassVar = {
-        "probe": Probe,
-        "summed": SummedProbe,
-        "visits": Visits,
-        "forgets": Forgets,
-        "absent": Absent,
-    }
-
-    def init(self, problem: fb.Problem) -> Any: ...
-
-    def iterate(self, s: Any, fed: Any) -> Any: ...
+PROBE, VISITS = Probe(), Visits()
 
 
 def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor]) -> Tensor:
     return 0.5 * ((y["y"] - batch[0]) ** 2).mean() + (x["x"] ** 2).sum()
 
 
-def federation(sizes: Sequence[int] = (4, 4, 4), clients: Any = None, **options: Any) -> fb.SimulatedFederation:
+def federation(sizes: Sequence[int] = (4, 4, 4), clients: Any = None, **options: Any) -> Federation:
     problem = fb.Problem(
         upper=options.pop("loss", loss),
         lower=loss,
@@ -102,10 +107,10 @@ def federation(sizes: Sequence[int] = (4, 4, 4), clients: Any = None, **options:
     data = [torch.arange(n, dtype=torch.float64).unsqueeze(1) + 100 * i for i, n in enumerate(sizes)]
     clients = clients or [fb.ClientData(train=(d,), val=(d,)) for d in data]
     environment = fb.Environment(**options.pop("environment", {}))
-    return fb.SimulatedFederation(problem, clients, Probing(), environment, **options)
+    return fb.simulated_federation(problem, clients, environment, **options)
 
 
-def ask(fed: fb.SimulatedFederation, clients: Sequence[int], phase: str = "probe") -> Any:
+def ask(fed: Federation, clients: Sequence[int], phase: Phase = PROBE) -> Any:
     return fed.ask(phase, clients, each=[{"own": float(c)} for c in clients], scale=10.0)
 
 
@@ -185,7 +190,7 @@ def test_a_client_asked_twice_draws_twice() -> None:
 def test_means_are_unbiased_over_cohorts(weights: Any) -> None:
     """p~_i = (n / |C|) p_i: averaged over all cohorts of a size, the mean is the weighted mean over all clients."""
     fed = federation(sizes=[2, 3, 7], weights=weights)
-    p = torch.tensor([fed.weights[i] for i in range(3)])
+    p = torch.tensor([fed.weights()[i] for i in range(3)])
     whole = ask(fed, [0, 1, 2]).mean("own")
     assert whole == pytest.approx(float((p * torch.tensor([0.0, 10.0, 20.0])).sum()))
     over_cohorts = sum(ask(fed, cohort).mean("own") for cohort in ([0, 1], [0, 2], [1, 2])) / 3
@@ -195,7 +200,7 @@ def test_means_are_unbiased_over_cohorts(weights: Any) -> None:
 
 
 def test_summed_replies_show_means_only() -> None:
-    replies = ask(federation(), [0, 2], phase="summed")
+    replies = ask(federation(), [0, 2], SummedProbe())
     assert replies.mean("own") == 10.0
     assert [(r.client, r.values) for r in replies] == [(0, {}), (2, {})]
     with pytest.raises(KeyError, match="replies with mean, evaluations, own, steps, not 'hx'"):
@@ -205,11 +210,17 @@ def test_summed_replies_show_means_only() -> None:
 def test_chunks_keep_to_the_memory_and_change_nothing() -> None:
     whole = federation(sizes=[4] * 9)
     replies = ask(whole, range(9))
-    footprint = next(iter(whole.engine.footprints.values()))
+    footprint = next(iter(whole.transport.executor.footprints.values()))
     small = federation(sizes=[4] * 9, memory=2 * footprint)
     sizes = []
-    run_stack = small.engine._run_stack
-    small.engine._run_stack = lambda work, *rest: (sizes.append(len(work)), run_stack(work, *rest))[1]  # type: ignore[method-assign]
+    executor = small.transport.executor
+    run_stack = executor._run_stack
+
+    def noted(tasks: Any, *rest: Any) -> Any:
+        sizes.append(len(tasks))
+        return run_stack(tasks, *rest)
+
+    executor._run_stack = noted
     assert ask(small, range(9)).mean("mean")["x"] == pytest.approx(float(replies.mean("mean")["x"]))
     assert sizes[1:] == [2, 2, 2, 2, 1]  # the first one measured the footprint
     assert small.ledger.phases == whole.ledger.phases
@@ -232,23 +243,18 @@ class Poisoned(Probe):
         return reply | {"mean": reply["mean"].map(lambda t: torch.where(reply["own"] == 10.0, torch.nan, t))}
 
 
-class Poisoning(Probing):
-    phases: ClassVar = {"probe": Poisoned}
-
-
 @pytest.mark.parametrize("mode", ["stack", "loop"])
 def test_a_reply_that_is_not_finite_is_refused_by_name_and_the_rest_counts(mode: str, caplog: Any) -> None:
     caplog.set_level(logging.WARNING, logger="fedbilevel")
     fed = federation(mode=mode)
-    fed.algorithm = fed.settings = Poisoning()
-    replies = ask(fed, [0, 1, 2])
+    replies = ask(fed, [0, 1, 2], Poisoned())
     assert replies.refused == ["client 1: mean is not finite"]
     assert "phase 'probe', round 1: reply refused, client 1: mean is not finite" in caplog.text
     assert len(replies) == 2
     assert replies.mean("own") == 10.0
     assert fed.ledger.refused_replies == 1
     with pytest.raises(QuorumError, match="phase 'probe', round 2: 0 of 1 replies were accepted, at least 1 needed"):
-        ask(fed, [1])
+        ask(fed, [1], Poisoned())
 
 
 def fails_on_client_1(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor]) -> Tensor:
@@ -303,6 +309,164 @@ def test_lazy_clients_are_made_only_for_the_cohort_and_broken_ones_named() -> No
         ask(fed, [7])
 
 
+class Unreadable(Sequence[fb.ClientData]):
+    """Four clients; the data of client 2 cannot be loaded."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: Any) -> Any:
+        if i == 2:
+            raise self.error
+        data = torch.full((3, 1), float(i), dtype=torch.float64)
+        return fb.ClientData(train=(data,), val=(data,))
+
+
+LOADING = pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (json.JSONDecodeError("Expecting value", "{", 0), ValueError, "JSONDecodeError: Expecting value"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), ValueError, "UnicodeDecodeError: 'utf-8' codec"),
+        (ValueError("no rows"), ValueError, "no rows"),
+        (TypeError("not a table"), TypeError, "not a table"),
+        (FileNotFoundError(2, "gone"), ClientError, "FileNotFoundError: [Errno 2] gone"),
+        (KeyError("images"), ClientError, "KeyError: 'images'"),
+        (AssertionError(), ClientError, "AssertionError: no message"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+
+
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+@pytest.mark.parametrize("steps", [1, "2 epochs"])
+@LOADING
+def test_an_error_of_a_clients_own_loader_names_the_client_and_the_cause(
+    error: Exception, kind: type[Exception], message: str, steps: Any, mode: str
+) -> None:
+    fed = federation(clients=Unreadable(error), mode=mode)
+    sentence = f"client 2, phase 'probe', round 1: {message}"
+    with pytest.raises(kind, match=f"^{re.escape(sentence)}") as raised:
+        ask(fed, range(4), Probe(steps=steps))
+    assert type(raised.value) is kind
+    assert raised.value.__cause__ is error
+
+
+@LOADING
+def test_an_error_on_a_client_stays_a_value_or_type_error(
+    error: Exception, kind: type[Exception], message: str
+) -> None:
+    sentence = f"client 7, here: {message}"
+    with pytest.raises(kind, match=f"^{re.escape(sentence)}") as raised, on_client(7, "here"):
+        raise error
+    assert type(raised.value) is kind
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ClientError("client 3, there: gone"), KeyboardInterrupt("now")])
+def test_an_interrupt_or_an_error_that_names_its_client_stays_as_it_is(error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised, on_client(7, "here"):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        Probe(),
+        Descend(lr_x=0.1, lr_y=1.0, lr_z=1e-3, damping=0.5, independent_batches=True, steps=3),
+        LowerRound(lr_y=0.2, lower="sgd", steps="5 epochs", as_coded=True),
+        HessianProduct(full=True),
+        LocalHypergradientByDifferences(
+            neumann_lr=0.5, neumann_steps=4, estimator="response", directions=2, width=1e-4
+        ),
+    ],
+    ids=lambda phase: phase.name,
+)
+def test_a_phase_survives_the_wire(phase: Phase) -> None:
+    loaded = Phase.load(json.loads(json.dumps(phase.plain())))
+    assert type(loaded) is type(phase)
+    assert loaded == phase
+    assert loaded.structure == phase.structure
+    assert loaded.numbers == phase.numbers
+
+
+DESCEND = Descend(lr_x=0.1, lr_y=0.1, lr_z=0.1).plain()
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ("descend", "phase is 'descend'; it must be a name with its fields"),
+        (None, "phase is None; it must be a name with its fields"),
+        ({1: 2}, "phase is {1: 2}; it must be a name with its fields"),
+        ({"lr_x": 0.1}, "phase is 'None', which is not registered here"),
+        ({"phase": "os.system"}, "phase is 'os.system', which is not registered here"),
+        ({"phase": "fedbilevel.algorithms.rounds.Once"}, "which is not registered here"),
+        (
+            {**DESCEND, "lr": 0.1},
+            "Descend.lr'; allowed are steps, full, lr_x, lr_y, lr_z, damping, independent_batches",
+        ),
+        ({**DESCEND, "draws": 9}, "Descend.draws'; allowed are steps, full, lr_x"),
+        ({"phase": DESCEND["phase"], "lr_x": 0.1, "lr_z": 0.1}, "Descend.lr_y is missing"),
+        ({**DESCEND, "lr_x": "0.1"}, "lr_x is '0.1'; it must be a number"),
+        ({**DESCEND, "lr_x": None}, "lr_x is None; it must be a number"),
+        ({**DESCEND, "lr_x": float("nan")}, "lr_x is nan; it must be finite"),
+        ({**DESCEND, "independent_batches": "no"}, "is 'no'; it must be true or false"),
+        ({**DESCEND, "full": 1}, "full is 1; it must be true or false"),
+        ({**DESCEND, "steps": 0}, "steps is 0; it must be at least 1"),
+        ({**DESCEND, "steps": 1.5}, "steps is 1.5; it must be a whole number"),
+        ({**DESCEND, "steps": "5 rounds"}, "steps is '5 rounds'; it must be a whole number, 'local'"),
+        ({**LowerRound(lr_y=0.1).plain(), "lower": "adam"}, "is 'adam'; it must be one of 'svrg', 'sgd'"),
+    ],
+)
+def test_a_phase_that_does_not_fit_is_refused_in_one_sentence(plain: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)) as error:
+        Phase.load(plain)
+    assert "\n" not in str(error.value)
+
+
+class Held(Phase):
+    """Replies with the part of y that it was sent."""
+
+    name = "held"
+    batch = "train"
+    reply: ClassVar = {"y": "y"}
+
+    def start(self, m: Message) -> Any:
+        return m.y
+
+    def step(self, carry: Any, oracle: Oracle, batch: fb.Batch) -> Any:
+        return carry
+
+    def finish(self, carry: Any) -> dict[str, Any]:
+        return {"y": carry}
+
+
+@pytest.mark.parametrize("posted", [False, True])
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+def test_submodels_of_equal_shape_keep_their_places_and_replies_their_order(mode: str, posted: bool) -> None:
+    """Though such clients can be stacked."""
+    x = fb.Tree(x=torch.ones(1, dtype=torch.float64))
+    y = fb.Tree(y=torch.arange(1.0, 5.0, dtype=torch.float64))
+    problem = fb.Problem(upper=loss, lower=loss, x=x, y=y, axes={"y": ("units",)})
+    data = (torch.ones(3, 1, dtype=torch.float64),)
+    environment = fb.Environment(capacity=[0.5], delay=Constant())
+    clients = [fb.ClientData(train=data, val=data)] * 4
+    fed = fb.simulated_federation(problem, clients, environment, mode=mode)
+    parts = choose(problem.axes, x, y, segments, [(0.5, 0.5)] * 4, groups=[0, 1, 0, 1])
+    if posted:
+        fed.post(Held(), range(4), submodels=parts, x=x, y=y)
+        replies = fed.collect(4)
+    else:
+        replies = fed.ask(Held(), range(4), submodels=parts, x=x, y=y)
+    assert replies.coverage_mean("y")["y"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert replies.coverage() == {"min_coverage_y": 2.0, "covered_y": 1.0}
+    assert [reply.client for reply in replies] == replies.idle == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
@@ -314,15 +478,28 @@ def test_lazy_clients_are_made_only_for_the_cohort_and_broken_ones_named() -> No
 def test_replies_must_be_what_the_phase_declares(reply: dict[str, str], message: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(Probe, "reply", reply)
     fed = federation()
-    for fed.trusting in (False, True):  # also where they are only summed, without a look at them
-        for phase in ("probe", "summed"):
+    # As on a GPU: also where they are added up before anybody looks at them.
+    for fed.transport.executor.on_gpu in (False, True):
+        for phase in (Probe(), SummedProbe()):
             with pytest.raises(TypeError, match=message):
                 ask(fed, [0, 1], phase)
 
 
+class Coarse(Probe):
+    def finish(self, carry: Any) -> dict[str, Any]:
+        reply = super().finish(carry)
+        return reply | {"mean": reply["mean"].map(Tensor.float)}
+
+
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+def test_replies_must_have_the_dtype_of_the_problem(mode: str) -> None:
+    with pytest.raises(TypeError, match=r"replied with 'mean' of another dtype than torch\.float64"):
+        ask(federation(mode=mode), [0, 1], Coarse())
+
+
 @pytest.mark.parametrize("mode", ["stack", "loop"])
 def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode: str) -> None:
-    def visit(fed: fb.SimulatedFederation, *clients: int, phase: str = "visits") -> list[float]:
+    def visit(fed: Federation, *clients: int, phase: Phase = VISITS) -> list[float]:
         replies = fed.ask(phase, clients, each=[{"own": 10.0**place} for place in range(len(clients))])
         return [float(reply.values["visits"]) for reply in replies]
 
@@ -333,20 +510,20 @@ def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode:
     twin = federation(mode=mode)
     twin.restore(fed.snapshot())
     assert visit(fed, 2, 1, 0) == visit(twin, 2, 1, 0) == [1002, 20, 211]
-    assert visit(fed, 1, phase="forgets") == [21]
-    assert sorted(fed.engine.memories) == [0, 2]
+    assert visit(fed, 1, phase=Forgets()) == [21]
+    assert sorted(fed.transport.executor.memories) == [0, 2]
     assert visit(fed, 1) == [1]
     with pytest.raises(TypeError, match="phase 'absent' remembers; its finish must return a memory beside its reply"):
-        visit(fed, 0, phase="absent")
+        visit(fed, 0, phase=Absent())
 
 
 def test_a_lost_reply_is_remembered_and_not_paid_for() -> None:
     fed = federation(sizes=[4] * 8, environment={"faults": Faults(drop=0.5)})
-    replies = fed.ask("visits", range(8), each=[{"own": 1.0}] * 8)
+    replies = fed.ask(VISITS, range(8), each=[{"own": 1.0}] * 8)
     assert 0 < len(replies) < 8
     assert fed.ledger.totals()["bytes_up"] == 8 * len(replies)
     assert fed.ledger.lost_tasks == 8 - len(replies)
-    assert sorted(fed.engine.memories) == list(range(8))
+    assert sorted(fed.transport.executor.memories) == list(range(8))
 
 
 def test_wrong_calls_are_refused_in_one_sentence() -> None:
@@ -354,7 +531,7 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="client is 3; it must be 0 to 2"):
         ask(fed, [3])
     with pytest.raises(ValueError, match="each has 1 entries; it must have one for each of 2 clients"):
-        fed.ask("probe", [0, 1], each=[{"own": 1.0}])
+        fed.ask(PROBE, [0, 1], each=[{"own": 1.0}])
     with pytest.raises(ValueError, match="clients is empty"):
         federation(clients=[], sizes=[])
     with pytest.raises(RuntimeError, match="nothing is in flight, so nothing can be collected; post a task first"):
@@ -362,24 +539,31 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="participation is 4; there are only 3 clients"):
         federation(environment={"participation": 4})
     with pytest.raises(ClientError, match="the message holds scale, steps, not 'own'"):
-        fed.ask("probe", [0], scale=1.0)
+        fed.ask(PROBE, [0], scale=1.0)
 
 
 def test_the_ledger_survives_a_round_trip() -> None:
-    fed = federation(environment={"participation": 2})
+    conditions = {"participation": 2, "delay": Constant(1.0)}
+    fed = federation(environment=conditions)
+    fed.iteration = 4
     ask(fed, fed.sample())
     for value in (2.0**24, 1.0):
         fed.record(residual=torch.tensor(value), active=torch.tensor(value > 1), max_norm=torch.tensor(value))
     saved = fed.snapshot()
     assert saved["recorded"] == {"residual": (2.0**24 + 1, 2), "active": (1.0, 2), "max_norm": (2.0**24, 2)}
     assert all(isinstance(total, float) for total, _ in saved["recorded"].values())
-    twin = federation(environment={"participation": 2})
+    twin = federation(environment=conditions)
     twin.restore(saved)
+    assert (twin.now, twin.iteration) == (fed.now, fed.iteration) == (1.0, 4)
     assert twin.ledger == fed.ledger
     assert twin.ledger == Ledger.load(saved["ledger"])
     assert twin.sample() == fed.sample()
     assert twin.records() == fed.records() == {"residual": 2.0**23 + 0.5, "active": 0.5, "max_norm": 2.0**24}
     assert twin.records() == {}
+    for other in (fed, twin):
+        other.restore(saved)
+    fed.record(active=1.0)
+    assert twin.records()["active"] == 0.5, "two that go on from one snapshot are apart"
 
 
 def test_whole_number_replies_are_averaged_exactly() -> None:
@@ -389,17 +573,13 @@ def test_whole_number_replies_are_averaged_exactly() -> None:
         def finish(self, carry: Any) -> dict[str, Any]:
             return {"count": (carry[2] / 10).long()}
 
-    class Counts(Probing):
-        phases: ClassVar = {"probe": Counting}
-
     fed = federation(sizes=[1, 2, 7], weights="samples")
-    fed.algorithm = fed.settings = Counts()
-    assert ask(fed, [0, 1, 2]).mean("count") == pytest.approx(0.1 * 0 + 0.2 * 1 + 0.7 * 2)
+    assert ask(fed, [0, 1, 2], Counting()).mean("count") == pytest.approx(0.1 * 0 + 0.2 * 1 + 0.7 * 2)
 
 
 def test_numbers_sent_to_each_client_keep_their_digits() -> None:
     fed = federation()
-    (reply,) = fed.ask("probe", [0], each=[{"own": 0.1}], scale=1.0)
+    (reply,) = fed.ask(PROBE, [0], each=[{"own": 0.1}], scale=1.0)
     assert float(reply.values["own"]) == 0.1
 
 

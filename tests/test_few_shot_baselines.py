@@ -39,7 +39,7 @@ def classes(clients: int = 1, embed: Any = None) -> tuple[fb.Problem, list[fb.Cl
 
 def run(problem: fb.Problem, clients: Any, method: Any, iterations: int = 1, **options: Any) -> Run:
     environment = fb.Environment(**options.pop("environment", {}))
-    started = Run(fb.SimulatedFederation(problem, clients, method, environment, **options), {})
+    started = Run(method, fb.simulated_federation(problem, clients, environment, **options), {})
     for _ in range(iterations):
         started.advance()
     return started

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,14 +13,19 @@ from cryptography import x509
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.proto.message_pb2 import ObjectTree
 
+import fedbilevel as fb
 from fedbilevel import algorithms
+from fedbilevel.algorithms.afbo import WorkOnDifferences
 from fedbilevel.cli import _with_clients, main
-from fedbilevel.federation import QuorumError, SimulatedFederation
 from fedbilevel.deploy.conduct import Conduct
 from fedbilevel.deploy.flower import client, keys, warm
 from fedbilevel.deploy.flower.deployment import Deployment, split
 from fedbilevel.deploy.flower.wire import WireError, decode, encode
+from fedbilevel.federation import QuorumError
+from fedbilevel.federation.phase import Phase
 from fedbilevel.runs import config as configs
+from fedbilevel.solve import Run
+from fedbilevel.stages import Clip
 from fedbilevel.tasks import Task
 from fedbilevel.tree import Tree, flatten
 from tests.conformance.cases import CASES
@@ -32,6 +38,9 @@ TABLE: dict[str, Any] = {
     "rounds": 5,
     "every": 5,
 }
+
+
+DESCEND = algorithms.SimFBO().descend().plain()
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +105,7 @@ def test_the_wire_carries_little_more_than_the_tensors() -> None:
     tree = Tree({f"layer{j}.weight": torch.randn(40, 100) for j in range(40)})
     Grid(1)
     found = config(TABLE)
-    sent = Message(encode(job="a" * 16, table=found.table, phase="descend", shared={"x": tree}), 1, "train")
+    sent = Message(encode(job="a" * 16, table=found.table, phase=DESCEND, shared={"x": tree}), 1, "train")
     wire = sum(len(part.deflate()) for part in get_all_nested_objects(sent).values())
     assert tree.nbytes == 640_000
     assert wire < 1.05 * tree.nbytes
@@ -149,7 +158,7 @@ def test_weights_by_samples_and_epochs_use_what_the_clients_say() -> None:
     for run in (real, pretended):
         run.advance()
     assert torch.allclose(flatten(real.state.x), flatten(pretended.state.x), atol=1e-5)
-    assert list(real.fed.weights) == pytest.approx(list(pretended.fed.weights))
+    assert list(real.fed.weights()) == pytest.approx(list(pretended.fed.weights()))
 
 
 def test_submodels_travel_cut() -> None:
@@ -218,7 +227,6 @@ def _values(**new: Any) -> Any:
         (_values(qx=Tree(x=torch.zeros(4, dtype=torch.float64))), "another shape"),
         (_values(qx=Tree(x=torch.zeros(3))), "another dtype"),
         (_values(qx=Tree({"../../x": torch.zeros(3, dtype=torch.float64)})), "another shape"),
-        (_values(qx=Tree(x=torch.full((3,), 1e9, dtype=torch.float64))), "norm_bound"),
         (_values(qx=3), "something else than tensors"),
         (lambda said: {**said, "values": {torch.zeros(2): torch.zeros(2), torch.ones(2): torch.zeros(2)}}, "no text"),
         (lambda said: {**said, "number": torch.zeros(40, 40)}, "number is"),
@@ -229,14 +237,15 @@ def _values(**new: Any) -> Any:
         (lambda said: {"values": said["values"]}, "no 'number'"),
     ],
 )
-def test_a_lie_is_refused_counted_and_named(change: Any, why: str, caplog: Any) -> None:
+@pytest.mark.parametrize("norm_bound", [None, 1e6])
+def test_a_lie_is_refused_counted_and_named(norm_bound: float | None, change: Any, why: str, caplog: Any) -> None:
     grid = Grid(4)
     grid.odd[102] = _with(change)
-    fed, run = federation(grid, config(TABLE), Conduct(norm_bound=1e6))
+    fed, run = federation(grid, config(TABLE), Conduct(norm_bound=norm_bound))
     for _ in range(5):
         run.advance()
     assert fed.ledger.refused_replies == 3  # and then it is put aside
-    assert fed.aside == [2]
+    assert fed.transport.aside == [2]
     lines = [line.message for line in caplog.records if "refused, client 2" in line.message]
     assert len(lines) == 3
     assert why in lines[0]
@@ -244,25 +253,128 @@ def test_a_lie_is_refused_counted_and_named(change: Any, why: str, caplog: Any) 
     assert fed.ledger.lost_tasks == 0
 
 
-@pytest.mark.parametrize("base", [Tree({"": torch.tensor(-1.0, dtype=torch.float64)}), torch.tensor(True)])
-def test_what_is_no_scalar_is_refused(base: Any) -> None:
+def test_a_reply_beyond_norm_bound_is_clipped_to_it() -> None:
+    """As in a simulation with the same stage; what is within the bound comes through as it is."""
+    grid, bound = Grid(4), 0.05
+    table = config(TABLE)
+    fed, run = federation(grid, table, Conduct(norm_bound=bound))
+    task = table.load_task(None)
+    environment = dataclasses.replace(table.environment, stages=(Clip(norm=bound),))
+    calm = fb.simulated_federation(task.problem, task.clients, environment, seed=table.experiment.seed)
+    free = simulated(table)
+    clipped = Run(table.algorithm, calm, {})
+    for each in (run, clipped, free):
+        for _ in range(3):
+            each.advance()
+    assert torch.allclose(flatten(run.state.x), flatten(clipped.state.x), rtol=0, atol=1e-12)
+    assert not torch.allclose(flatten(run.state.x), flatten(free.state.x), rtol=0, atol=1e-3)
+    x, y, z = run.state[:3]
+    for said, taken in ((1e9, bound), (0.01, 0.01)):
+        grid.odd[102] = _with(_values(qx=Tree(x=torch.tensor([0.0, 0.0, said], dtype=torch.float64))))
+        found = fed.ask(table.algorithm.descend(), [2], x=x, y=y, z=z).mean("qx")
+        assert found["x"].tolist() == pytest.approx([0.0, 0.0, taken], rel=1e-12)
+    assert (fed.ledger.refused_replies, fed.ledger.lost_tasks) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["simfbo", "afbo", "fedbioacc"])
+def test_a_bound_that_nobody_exceeds_changes_nothing(name: str) -> None:
+    table = config({**TABLE, "algorithm": {"name": name}, "environment": {"local_steps": 2}})
+    (fed, bounded), (_, free) = (federation(Grid(4), table, Conduct(norm_bound=bound)) for bound in (1e6, None))
+    for run in (bounded, free):
+        for _ in range(3):
+            run.advance()
+    assert fed.ledger.refused_replies == 0
+    assert torch.allclose(flatten(bounded.state.x), flatten(free.state.x), rtol=0, atol=1e-12)
+
+
+def test_a_bound_is_refused_where_clients_remember_what_was_taken() -> None:
+    """What they said and what the server took of it would not be the same."""
+    table = config({**TABLE, "algorithm": {"name": "afbo", "memory": "client"}})
+    with pytest.raises(ValueError, match=r"memory is 'client' and .*; memory must be 'server', or"):
+        federation(Grid(4), table, Conduct(norm_bound=1e6))
+    federation(Grid(4), table)[1].advance()
+
+
+@pytest.mark.parametrize("norm_bound", [None, 1e6])
+def test_one_client_of_a_longer_dtype_takes_no_other_along(norm_bound: float | None, caplog: Any) -> None:
+    """Stacked with the others, its reply would make all of them as long."""
+    table = {
+        **TABLE,
+        "task": {"name": "hyper-representation", "clients": 3, "model": "mlp", "hidden": 4, "samples": 60},
+        "data": {"name": "digits"},
+    }
+    grid = Grid(3)
+    grid.odd[101] = _with(
+        lambda said: {**said, "values": {name: tree.map(torch.Tensor.double) for name, tree in said["values"].items()}}
+    )
+    fed, run = federation(grid, config(table), Conduct(norm_bound=norm_bound))
+    run.advance()
+    assert fed.transport.refusals == {1: 1}
+    assert "client 1: replied with 'qx' of another dtype than torch.float32" in caplog.text
+    assert {tensor.dtype for tensor in run.state.x.values()} == {torch.float32}
+
+
+class Counting(Phase):
+    """Replies with a number."""
+
+    name = "counting"
+    reply: ClassVar = {"count": "scalar"}
+
+    def start(self, m: Any) -> Any:
+        return m.steps
+
+    def step(self, steps: Any, oracle: Any, batch: Any) -> Any:
+        return steps
+
+    def finish(self, steps: Any) -> dict[str, Any]:
+        return {"count": steps}
+
+
+@pytest.mark.parametrize("count", [Tree({"": torch.tensor(1.0, dtype=torch.float64)}), torch.tensor(True)])
+def test_what_is_no_scalar_is_refused(count: Any) -> None:
     """A tree whose only name is empty has the shape of one."""
+    grid = Grid(4)
+    fed, _ = federation(grid, config(TABLE))
+    assert fed.ask(Counting(), range(4)).mean("count") == 1.0
+    grid.odd[102] = _with(_values(count=count))
+    replies = fed.ask(Counting(), range(4))
+    assert [reply.client for reply in replies] == [0, 1, 3]
+    assert fed.transport.refusals == {2: 1}
+
+
+NUMBERS = {"base": torch.tensor(-1), "number": torch.tensor(0)}
+
+
+@pytest.mark.parametrize(
+    ("ticket", "why"),
+    [
+        (torch.tensor(-1), "'ticket' of another shape than the tree"),
+        (Tree({"": torch.tensor(-1)}), "'ticket' of another shape than the tree"),
+        (Tree(NUMBERS | {"base": torch.tensor([-1])}), "'ticket' of another shape than the tree"),
+        (Tree(NUMBERS | {"base": torch.tensor(True)}), "'ticket' as torch.bool"),
+    ],
+    ids=["a number", "a tree that looks like a number", "another shape", "a truth value"],
+)
+def test_what_is_no_ticket_is_refused(ticket: Any, why: str, caplog: Any) -> None:
+    """Numbers that a server goes on with: those that AFBO's clients send beside their differences."""
     table = {**TABLE, "algorithm": {"name": "afbo", "memory": "client"}, "environment": {"participation": 3}}
     grid = Grid(4)
-    grid.odd[102] = _with(_values(base=base))
+    grid.odd[102] = _with(_values(ticket=ticket))
     fed, run = federation(grid, config(table))
     for _ in range(5):
         run.advance()
-    assert fed.aside == [2]
+    assert fed.transport.aside == [2]
     assert (fed.ledger.refused_replies, fed.ledger.lost_tasks) == (3, 0)  # what it is not sent is not lost
+    assert why in caplog.text
     del grid.nodes[102]
     again, _ = federation(grid, config(table))
     again.restore(fed.snapshot())
-    assert (again.aside, again.refusals) == ([2], {2: 3})
-    again.begin()  # does not wait for it
-    assert again.members.samples[2] == 6
+    assert (again.transport.aside, again.transport.refusals) == ([2], {2: 3})
+    again.weights()  # does not wait for it
+    assert again.transport.members.samples[2] == 6
+    work = run.algorithm.work(WorkOnDifferences)
     with pytest.raises(RuntimeError, match="two tasks in flight"):
-        again.post("work", [0, 0], each=[{"ack": -1}] * 2, x=run.state.x, y=run.state.y, z=run.state.z, number=9)
+        again.post(work, [0, 0], each=[{"ack": -1}] * 2, x=run.state.x, y=run.state.y, z=run.state.z, number=9)
 
 
 def test_nobody_left_ends_a_run_without_barriers_too() -> None:
@@ -319,15 +431,15 @@ def test_a_reply_that_flower_cannot_read_is_refused() -> None:
     grid.odd[102] = only("train", lambda message, handle: handle(message).content)
     fed, run = federation(grid, config(TABLE))
     run.advance()
-    assert fed.refusals == {2: 1}
+    assert fed.transport.refusals == {2: 1}
 
 
 def test_a_client_whose_code_fails_is_refused_like_one_that_lies(caplog: Any) -> None:
     grid = Grid(3)
     grid.nodes[102] = {"partition-id": 2, "client-data": "nowhere:load"}
     fed, _ = federation(grid, config(TABLE, **{"task.clients": 3}), Conduct(start_clients=2))
-    fed.begin()
-    assert fed.present == [0, 1]
+    fed.weights()
+    assert fed.transport.present == [0, 1]
     assert "node 102 refused: client-data is 'nowhere:load'" in caplog.text
 
 
@@ -335,6 +447,10 @@ def test_a_client_whose_code_fails_is_refused_like_one_that_lies(caplog: Any) ->
     ("change", "why"),
     [
         ({"phase": "os.system"}, "phase is 'os.system'"),
+        ({"phase": {"phase": "os.system"}}, "phase is 'os.system', which is not registered here"),
+        ({"phase": {**DESCEND, "command": "true"}}, "command"),
+        ({"phase": {**DESCEND, "damping": "true"}}, "damping"),
+        ({"phase": {"phase": DESCEND["phase"]}}, "lr_x"),
         ({"job": "../../etc"}, "not hexadecimal"),
         ({"shared": {"../x": 1}}, "not an identifier"),
         ({"steps": 0}, "steps is 0"),
@@ -345,9 +461,9 @@ def test_a_client_whose_code_fails_is_refused_like_one_that_lies(caplog: Any) ->
 def test_a_node_refuses_what_a_server_must_not_ask(change: dict[str, Any], why: str) -> None:
     grid = Grid(1)
     found = config(TABLE)
-    task = {"phase": "descend", "number": 0, "steps": 1, "key": 1, "round": 1, "iteration": 0, "kept": None, "each": {}}
+    task = {"phase": DESCEND, "number": 0, "steps": 1, "key": 1, "round": 1, "iteration": 0, "kept": None, "each": {}}
     x, y = found.load_task(None).problem.start
-    sent = {"job": "ab", "table": found.table, **task, "shared": {"x": x, "y": y, "z": y}}
+    sent = {"job": "ab", "table": found.table, **task, "shared": {"x": x, "y": y, "z": y}, "kinds": {}}
     for message in (sent, {**sent, **change}):
         grid.push_messages([Message(encode(**message), 100, "train")])
     assert not grid.replies["0"].has_error()
@@ -376,9 +492,9 @@ def test_who_introduces_itself_wrongly_is_refused(said: dict[str, Any], caplog: 
         "query", lambda message, handle: handle(message) and Message(encode(**hello), reply_to=message)
     )
     fed, _ = federation(grid, config(TABLE, **{"task.clients": 2}), Conduct(start_clients=1))
-    fed.begin()
-    fed._look()
-    assert fed.present == [0]
+    fed.weights()
+    fed.transport.members.look(fed.transport.job)
+    assert fed.transport.present == [0]
     (line,) = [line.message for line in caplog.records if "node 101 refused" in line.message]
     assert "\n" not in line
 
@@ -386,15 +502,15 @@ def test_who_introduces_itself_wrongly_is_refused(said: dict[str, Any], caplog: 
 def test_who_comes_back_before_it_was_missed_is_let_in_then() -> None:
     grid = Grid(2)
     fed, _ = federation(grid, config(TABLE, **{"task.clients": 2}))
-    fed.begin()
+    fed.weights()
     grid.nodes[201] = {"partition-id": 1}  # without a key of its own, a node that restarts is another one
     for _ in range(3):
-        fed._look()
-    assert fed.members.node[1] == 101
+        fed.transport.members.look(fed.transport.job)
+    assert fed.transport.members.node[1] == 101
     del grid.nodes[101]
     for _ in range(3):
-        fed._look()
-    assert fed.members.node[1] == 201
+        fed.transport.members.look(fed.transport.job)
+    assert fed.transport.members.node[1] == 201
 
 
 def test_two_nodes_cannot_be_one_client_and_a_key_is_bound_to_its_client(caplog: Any) -> None:
@@ -402,9 +518,9 @@ def test_two_nodes_cannot_be_one_client_and_a_key_is_bound_to_its_client(caplog:
     grid.nodes[102] = {"partition-id": 0}
     grid.names = {101: "client-7"}
     fed, _ = federation(grid, config(TABLE, **{"task.clients": 3}), Conduct(start_clients=1, wait_s=0.1))
-    fed.begin()
-    fed._look()
-    assert fed.present == [0]
+    fed.weights()
+    fed.transport.members.look(fed.transport.job)
+    assert fed.transport.present == [0]
     assert "client 0 is here already" in caplog.text
     assert "its key is that of client-7" in caplog.text
 
@@ -439,9 +555,9 @@ def test_a_client_past_its_deadline_is_lost_and_left_alone_until_it_answers(monk
     run.advance()
     assert fed.ledger.lost_tasks == 0  # it has never said who it is
     del grid.odd[103]
-    fed.members.greeted.clear()
+    fed.transport.members.greeted.clear()
     run.advance()
-    assert 3 in fed.present
+    assert 3 in fed.transport.present
     grid.odd[103] = only("train", lambda message, handle: later(20.0) or None)  # type: ignore[func-returns-value]
     before = len(grid.sent)
     run.advance()
@@ -487,7 +603,7 @@ def test_too_few_replies_end_the_run() -> None:
     with pytest.raises(QuorumError, match="qx is not finite"):
         run.advance()
     with pytest.raises(QuorumError, match="1 clients are there, 2 are needed"):
-        federation(Grid(1), config(TABLE, **{"task.clients": 2}), Conduct(wait_s=0.05))[0].begin()
+        federation(Grid(1), config(TABLE, **{"task.clients": 2}), Conduct(wait_s=0.05))[0].weights()
 
 
 def test_a_server_that_was_killed_goes_on_and_its_tasks_are_lost() -> None:
@@ -498,17 +614,19 @@ def test_a_server_that_was_killed_goes_on_and_its_tasks_are_lost() -> None:
     for _ in range(2):
         run.advance()
     snapshot, state = fed.snapshot(), run.state
-    assert (3, "work") in snapshot["lost"]
+    assert 3 in fed.in_flight
     del grid.odd[103]
     again, rest = federation(grid, config(table))
     again.restore(snapshot)
     rest.state = state
-    assert again.ledger.lost_tasks == len(snapshot["lost"])
-    assert again.now > snapshot["now"] > 0
-    for _ in range(4):
+    assert again.now > snapshot["transport"]["now"] > 0
+    assert sorted(again.in_flight) == sorted(fed.in_flight)
+    rest.advance()
+    assert again.ledger.lost_tasks == len(fed.in_flight)
+    for _ in range(3):
         rest.advance()
     assert 3 in {client for client, _ in rest.state.latest[2].items()}  # the one that was lost works again
-    assert again.job == fed.job
+    assert again.transport.job == fed.transport.job
 
 
 @pytest.mark.parametrize("algorithm", [{"name": "afbo", "memory": "client"}, {"name": "fedbioacc"}])
@@ -581,10 +699,10 @@ def test_clients_bring_their_own_data_and_a_server_needs_none() -> None:
     fed, run = federation(grid, config(table), clients=3)
     run.advance()
     task = Task(own_task().problem, [own_data(j) for j in range(3)])
-    calm = SimulatedFederation(task.problem, task.clients, config(table).algorithm)
-    state = calm.algorithm.iterate(calm.algorithm.init(task.problem), calm)
-    assert torch.allclose(flatten(run.state.x), flatten(state.x), rtol=0, atol=1e-12)
-    assert fed.present == [0, 1, 2]
+    calm = Run(config(table).algorithm, fb.simulated_federation(task.problem, task.clients), {})
+    calm.advance()
+    assert torch.allclose(flatten(run.state.x), flatten(calm.state.x), rtol=0, atol=1e-12)
+    assert fed.transport.present == [0, 1, 2]
 
 
 def test_keys_are_for_their_owner_and_are_not_made_twice(tmp_path: Any) -> None:

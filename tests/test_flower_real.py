@@ -126,7 +126,7 @@ def test_methods_on_warm_nodes_with_tls_and_keys_move_as_in_simulation(
             run.advance()
         assert found["ledger"]["refused_replies"] == found["ledger"]["lost_tasks"] == 0
         if name == "afbo-alone":  # who is first is chance: it must have moved with every arrival
-            assert found["ledger"]["iterations"] == found["ledger"]["phases"]["work"]["rounds"] == 5
+            assert found["iteration"] == found["ledger"]["phases"]["work"]["rounds"] == 5
             continue
         close = 1e-9 if flatten(found["state"]["x"]).dtype == torch.float64 else 1e-5
         for part, value in found["state"].items():

@@ -13,12 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 import fedbilevel as fb
 from fedbilevel import algorithms
+from fedbilevel.algorithms.rounds import LowerGradient
 from fedbilevel.delays import Faults
-from fedbilevel.federation import steps
-from fedbilevel.federation.base import Replies, Reply
-from fedbilevel.federation.graphs import Graphs
-from fedbilevel.federation.pool import Apart, Pool, Pools
-from fedbilevel.federation.stacks import summed
+from fedbilevel.execution.stacked import parts
+from fedbilevel.execution.stacked.graphs import Graphs
+from fedbilevel.execution.stacked.pool import Apart, Pool, Pools
+from fedbilevel.execution.stacked.trace import trace
+from fedbilevel.federation import Federation, replies
+from fedbilevel.federation.replies import Replies, Reply, add_up
+from fedbilevel.federation.task import Sums
 from fedbilevel.oracle import Features, Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.rng import uniform
@@ -26,10 +29,44 @@ from fedbilevel.solve import Run
 from fedbilevel.submodels import Submodel
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import quadratic
-from fedbilevel.trace import trace
 from fedbilevel.tree import Tree, dot, flatten, norm
 
 METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
+
+
+def imitate_gpu(fed: Federation) -> None:
+    """Stacks of one size, pooled samples, and replies that are added up where they are computed."""
+    executor = fed.transport.executor
+    executor.on_gpu = executor.storage.on_gpu = True
+    executor.parts.graphs = executor.graphs
+
+
+class Far(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def unrecorded(monkeypatch: Any) -> None:
+    """Tasks run as they are instead of being recorded."""
+
+    def run(self: Graphs, _: str, __: Any, program: Any, leaves: Any, form: Any) -> Any:
+        return program(tree_unflatten(leaves, form))
+
+    monkeypatch.setattr(Graphs, "run", run)
+
+
+@pytest.fixture
+def late(unrecorded: None, monkeypatch: Any) -> None:
+    """Replies that were added up are on a GPU: nobody waits to learn which of them are finite."""
+    add_sums = Replies.add_sums
+
+    def add(self: Replies, found: Any, sums: Sums, submodel: Submodel | None = None) -> None:
+        add_sums(self, found, sums._replace(finite=sums.finite.as_subclass(Far)), submodel)
+
+    monkeypatch.setattr(Replies, "add_sums", add)
+    monkeypatch.setattr(replies, "fetched", lambda tensor: lambda: tensor)
 
 
 def run(name: str, device: str = "cpu", iterations: int = 6, like_a_gpu: bool = False) -> Run:
@@ -38,10 +75,10 @@ def run(name: str, device: str = "cpu", iterations: int = 6, like_a_gpu: bool = 
         fb.ClientData(c.train, tuple(t[:5] for t in c.val)) for c in task.clients
     ]  # sides are drawn by their size
     environment = fb.Environment(local_steps=(1, 4), batch_size=3, participation=4)
-    fed = fb.SimulatedFederation(task.problem.to(device), clients, algorithms.get(name)(), environment, device=device)
+    fed = fb.simulated_federation(task.problem.to(device), clients, environment, device=device)
     if like_a_gpu:
-        fed.engine.on_gpu, fed.engine.steps.graphs = True, fed.engine.graphs
-    found = Run(fed, {"rounds": 10**6})
+        imitate_gpu(fed)
+    found = Run(algorithms.get(name)(), fed, {"rounds": 10**6})
     for _ in range(iterations):
         found.advance()
     return found
@@ -55,12 +92,13 @@ def check_agree(one: Run, other: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["simfbo", "asfbo", "fednest", "fedbioacc", "adafbio", "afbo", "rabo"])
-def test_clients_that_are_done_stay_where_they_are(name: str, monkeypatch: Any) -> None:
+@pytest.mark.usefixtures("unrecorded")
+def test_clients_that_are_done_stay_where_they_are(name: str) -> None:
     """A stack of one size, as on a GPU, and one that shrinks, as on a CPU, give the same numbers and costs."""
-    monkeypatch.setattr(Graphs, "run", lambda self, _, __, program, leaves, form: program(tree_unflatten(leaves, form)))
     check_agree(run(name), run(name, like_a_gpu=True))
 
 
+@pytest.mark.usefixtures("late")
 def test_a_task_to_compile_draws_and_adds_up_the_same(monkeypatch: Any) -> None:
     """With a trace in place of the compiler."""
 
@@ -72,14 +110,15 @@ def test_a_task_to_compile_draws_and_adds_up_the_same(monkeypatch: Any) -> None:
             self.recording = False
 
     monkeypatch.setattr(Graphs, "run", recorded)
-    monkeypatch.setattr(steps, "compiled", trace)
+    monkeypatch.setattr(parts, "compiled", trace)
     found = run("simfbo", iterations=0, like_a_gpu=True)
-    found.fed.trusting = found.fed.engine.steps.compile = True
+    made = found.fed.transport.executor.parts
+    made.compile = True
     for _ in range(6):
         found.advance()
     found.fed.settle()
     check_agree(run("simfbo"), found)
-    assert len([made for made in found.fed.engine.steps.traces.values() if made and made[2] == 0]) >= 3
+    assert len([traced for traced in made.traces.values() if traced and traced[2] == 0]) >= 3
 
 
 @pytest.mark.parametrize("memory", [0, 1500, 10**6], ids=["none", "some", "all"])
@@ -129,41 +168,31 @@ def test_features_are_those_of_their_clients_though_the_pool_is_full() -> None:
     task = hyper_representation(clients=6, hidden=8, samples=240)
     (x, y), found = task.problem.start, []
     for memory in (None, 0):
-        fed = fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.FedNest(compat="reference"))
+        fed = fb.simulated_federation(task.problem, task.clients)
         if memory is not None:
-            fed.engine.on_gpu, fed.engine.pools = True, Pools(memory, "cpu")
-        found += [flatten(fed.ask("gradient", cohort, x=x, y=y).mean("q")) for cohort in ([0, 1, 2], [2, 3, 4])]
+            imitate_gpu(fed)
+            fed.transport.executor.storage.pools = Pools(memory, "cpu")
+        for cohort in ([0, 1, 2], [2, 3, 4]):
+            found.append(flatten(fed.ask(LowerGradient(full=True), cohort, x=x, y=y).mean("q")))
     torch.testing.assert_close(found[2:], found[:2])
 
 
-def ended(replies: Replies) -> int:
-    """How many replies were refused in an exchange."""
-    task = quadratic(clients=2)
-    fed = fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.SimFBO())
-    assert fed._quorum(5, replies).open
-    assert fed.ledger.refused_replies == 0
-    fed.settle()
-    return fed.ledger.refused_replies
-
-
-def trusted(*groups: list[int]) -> Replies:
-    """Clients 1 and 3 lie, client 4 holds the first half of y."""
+def unchecked(*groups: list[int]) -> Replies:
+    """Replies that were added up elsewhere: 1 and 3 are not finite, 4 is of the first half of y."""
     problem: Any = SimpleNamespace(x={"x": torch.zeros(1)}, y={"y": torch.zeros(2)})
-    role: Any = SimpleNamespace(reply={"h": "y"}, summed=True)
+    phase: Any = SimpleNamespace(name="look", reply={"h": "y"}, summed=True)
     half = Submodel({"y": ("v",)}, {"v": 2}, {"v": torch.tensor([0])})
-    replies = Replies("phase", "a test", role, problem)
+    found = Replies("a test", phase, problem)
     sent = {0: [1.0, 1.0], 1: [torch.nan, 0.0], 2: [3.0, 3.0], 3: [torch.inf, 0.0], 4: [5.0]}
     for group in groups:
-        stack, those = (
-            {"h": Tree(y=torch.tensor([sent[i] for i in group]))},
-            [Reply(i, i, i, 1.0, 0, {}) for i in group],
-        )
-        if group == [4]:
-            replies.add(those, stack, half)
-        else:
-            replies.trust(those, summed(stack, torch.ones(len(group), dtype=torch.float64), torch.tensor(group)))
-    assert not replies.refused
-    return replies
+        stack = {"h": Tree(y=torch.tensor([sent[i] for i in group]))}
+        those = [Reply(i, i, i, 1.0, 0, {}) for i in group]
+        sums = add_up(stack, torch.ones(len(group), dtype=torch.float64), torch.tensor(group))
+        found.add_sums(those, sums, half if group == [4] else None)
+    assert found.unchecked
+    # What comes from a submodel is looked at when it comes, and so is all that came before it.
+    assert found.refused == (["client 1: h is not finite"] if [4] in groups[1:] else [])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -177,12 +206,20 @@ def trusted(*groups: list[int]) -> Replies:
     ],
     ids=["len", "iter", "mean", "coverage_mean", "coverage"],
 )
+@pytest.mark.usefixtures("late")
 def test_replies_are_looked_at_late_and_before_they_are_read(read: Callable[[Replies], Any], expected: Any) -> None:
-    assert read(trusted([4], [0, 1], [2, 3])) == expected
+    assert read(unchecked([4], [0, 1], [2, 3])) == expected
+    assert read(unchecked([0, 1], [4], [2, 3])) == expected
 
 
+@pytest.mark.usefixtures("late")
 def test_an_exchange_ends_before_its_replies_are_looked_at() -> None:
-    assert ended(trusted([0, 1], [2, 3])) == 2
+    task = quadratic(clients=2)
+    fed = fb.simulated_federation(task.problem, task.clients)
+    assert fed._quorum(5, unchecked([0, 1], [2, 3])).unchecked
+    assert fed.ledger.refused_replies == 0
+    fed.settle()
+    assert fed.ledger.refused_replies == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
@@ -196,7 +233,8 @@ def test_a_gpu_gives_the_numbers_of_a_cpu(name: str) -> None:
             assert torch.allclose(flatten(a), flatten(b).cpu(), rtol=1e-8, atol=1e-10), part
     for phase, cost in cpu.fed.ledger.phases.items():
         assert replace(gpu.fed.ledger.phases[phase], peak_bytes=0) == replace(cost, peak_bytes=0)
-    assert any(recording for recording in gpu.fed.engine.graphs.recordings.values()), "nothing was recorded"
+    recordings = gpu.fed.transport.executor.graphs.recordings.values()
+    assert any(recording for recording in recordings), "nothing was recorded"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
@@ -205,21 +243,25 @@ def test_a_compiled_task_with_dropout_gives_the_numbers_of_a_cpu(caplog: Any) ->
     task, states = hyper_representation(clients=4, hidden=16, samples=240, dropout=0.5), []
     for device in ("cpu", "cuda"):
         problem, environment = task.problem.to(device), fb.Environment(local_steps=3, batch_size=8)
-        parts: Any = {"device": device, "compile": device == "cuda"}
-        fed = fb.SimulatedFederation(problem, task.clients, algorithms.get("simfbo")(), environment, **parts)
-        run = Run(fed, {"rounds": 10**6})
+        options: Any = {"device": device, "compile": device == "cuda"}
+        fed = fb.simulated_federation(problem, task.clients, environment, **options)
+        run = Run(algorithms.get("simfbo")(), fed, {"rounds": 10**6})
         for _ in range(6):
             run.advance()
         states.append(torch.cat([flatten(part).cpu() for part in run.state]))
-    assert all(fed.engine.graphs.recordings.values())
-    assert all(fed.engine.steps.traces.values()), [r.getMessage() for r in caplog.records if r.name == "fedbilevel"]
+    executor = fed.transport.executor
+    assert executor.graphs.recordings
+    assert all(executor.graphs.recordings.values())
+    assert executor.parts.traces
+    said = [record.getMessage() for record in caplog.records if record.name == "fedbilevel"]
+    assert all(executor.parts.traces.values()), said
     torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-5)
 
 
 def test_compiling_on_a_cpu_is_refused() -> None:
     task = quadratic(clients=2)
     with pytest.raises(ValueError, match="compile is True, but device is 'cpu'"):
-        fb.SimulatedFederation(task.problem, task.clients, algorithms.get("simfbo")(), compile=True)
+        fb.simulated_federation(task.problem, task.clients, compile=True)
 
 
 def test_bfloat16_rounds_the_backbone_and_nothing_else() -> None:
@@ -238,14 +280,14 @@ def test_bfloat16_rounds_the_backbone_and_nothing_else() -> None:
     )
     for a, b in zip(Oracle(coarse).directions(x, y, z, batch), Oracle(exact).directions(x, y, z, batch), strict=True):
         assert 1e-6 < float(norm(a - b) / norm(b)) < 2e-2
-    fed = fb.SimulatedFederation(exact, task.clients, algorithms.get("simfbo")(), precision="bf16")
-    Run(fed, {"rounds": 2}).advance()
+    fed = fb.simulated_federation(exact, task.clients, precision="bf16")
+    Run(algorithms.get("simfbo")(), fed, {"rounds": 2}).advance()
     with pytest.raises(ValueError, match="names no embed"):
         quadratic(clients=2).problem.rounded("bf16")
 
 
-def doubtful(name: str, corrupt: float, trusting: bool, every: int = 10) -> Run:
-    """A run in which some replies are not finite, judged at once or when the next ones are there."""
+def doubtful(name: str, corrupt: float, like_a_gpu: bool, every: int = 10) -> Run:
+    """Some replies are not finite, judged at once or, as on a GPU, when the next ones are there."""
     task = quadratic(clients=5, samples=6, noise=0.5, seed=1)
 
     def lower(x: Tree, y: Tree, batch: Any, rng: torch.Tensor) -> torch.Tensor:
@@ -254,14 +296,16 @@ def doubtful(name: str, corrupt: float, trusting: bool, every: int = 10) -> Run:
 
     problem = fb.Problem(upper=task.problem.upper, lower=lower, x=task.problem.x, y=task.problem.y)
     environment = fb.Environment(local_steps=(1, 3), participation=4)
-    fed = fb.SimulatedFederation(problem, task.clients, algorithms.get(name)(), environment)
-    fed.trusting = trusting
-    return Run(fed, {"rounds": 30}, every={"rounds": every})
+    fed = fb.simulated_federation(problem, task.clients, environment)
+    if like_a_gpu:
+        imitate_gpu(fed)
+    return Run(algorithms.get(name)(), fed, {"rounds": 30}, every={"rounds": every})
 
 
 @pytest.mark.parametrize("name", ["simfbo", "shrofbo", "asfbo", "fednest", "aggitd", "unifbo", "fedavg"])
-def test_replies_taken_on_trust_count_as_if_they_had_been_looked_at(name: str) -> None:
-    one, other = (doubtful(name, 0.04, trusting) for trusting in (False, True))
+@pytest.mark.usefixtures("late")
+def test_replies_taken_unchecked_count_as_if_they_had_been_looked_at(name: str) -> None:
+    one, other = (doubtful(name, 0.04, like_a_gpu) for like_a_gpu in (False, True))
     assert list(one)
     assert list(other)
     check_agree(one, other)
@@ -278,41 +322,45 @@ def test_replies_taken_on_trust_count_as_if_they_had_been_looked_at(name: str) -
     ],
     ids=["lost", "spoilt", "remembers"],
 )
-def test_trust_changes_nothing_where_replies_are_lost_or_must_be_looked_at(
+@pytest.mark.usefixtures("late")
+def test_a_gpu_changes_nothing_where_replies_are_lost_or_must_be_looked_at(
     name: str, conditions: dict[str, Any]
 ) -> None:
     task, runs = hyper_representation(clients=5, hidden=8, samples=200), []
-    for trusting in (False, True):
+    for like_a_gpu in (False, True):
         environment = fb.Environment(batch_size=4, participation=4, **conditions)
-        fed = fb.SimulatedFederation(task.problem, task.clients, algorithms.get(name)(), environment)
-        fed.trusting = trusting
-        runs.append(Run(fed, {"rounds": 4}))
+        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        if like_a_gpu:
+            imitate_gpu(fed)
+        runs.append(Run(algorithms.get(name)(), fed, {"rounds": 4}))
         assert list(runs[-1])
     check_agree(*runs)
     assert runs[0].fed.ledger.refused_replies == runs[1].fed.ledger.refused_replies
 
 
-def test_a_quorum_missed_on_trust_ends_the_run_one_round_later_and_is_not_forgotten() -> None:
-    at_once, later = (doubtful("simfbo", 0.999, trusting) for trusting in (False, True))
+@pytest.mark.usefixtures("late")
+def test_a_quorum_missed_unchecked_ends_the_run_one_round_later_and_is_not_forgotten() -> None:
+    at_once, later = (doubtful("simfbo", 0.999, like_a_gpu) for like_a_gpu in (False, True))
     assert list(at_once)
     assert list(later)
     assert later.status == at_once.status == "diverged"
     assert later.reason == at_once.reason
     assert "round 1: 0 of 4 replies were accepted" in later.reason
     assert (at_once.fed.ledger.rounds, later.fed.ledger.rounds) == (1, 2)
-    looked = doubtful("simfbo", 0.999, trusting=True, every=1)
+    looked = doubtful("simfbo", 0.999, like_a_gpu=True, every=1)
     assert list(looked)
     assert (looked.reason, looked.fed.ledger.rounds) == (at_once.reason, 1)
-    saved = doubtful("simfbo", 0.999, trusting=True)
+    saved = doubtful("simfbo", 0.999, like_a_gpu=True)
     saved.advance()
-    resumed = doubtful("simfbo", 0.999, trusting=True)
+    resumed = doubtful("simfbo", 0.999, like_a_gpu=True)
     resumed.fed.restore(saved.fed.snapshot())
     with pytest.raises(fb.federation.QuorumError, match="round 1: 0 of 4"):
         resumed.advance()
 
 
-def test_going_back_neither_loses_nor_doubles_what_was_taken_on_trust() -> None:
-    run = doubtful("simfbo", 0.5, trusting=True)
+@pytest.mark.usefixtures("late")
+def test_going_back_neither_loses_nor_doubles_what_was_taken_unchecked() -> None:
+    run = doubtful("simfbo", 0.5, like_a_gpu=True)
     run.advance()
     before, state = run.fed.mark(), run.state
     for _ in range(2):
@@ -320,15 +368,16 @@ def test_going_back_neither_loses_nor_doubles_what_was_taken_on_trust() -> None:
         run.state = state
         run.advance()
     run.fed.settle()
-    straight = doubtful("simfbo", 0.5, trusting=False)
+    straight = doubtful("simfbo", 0.5, like_a_gpu=False)
     for _ in range(2):
         straight.advance()
     check_agree(straight, run)
     assert run.fed.ledger.refused_replies == straight.fed.ledger.refused_replies > 0
 
 
-def test_what_was_taken_on_trust_is_counted_before_an_uncharged_exchange() -> None:
-    run = doubtful("simfbo", 0.5, trusting=True)
+@pytest.mark.usefixtures("late")
+def test_what_was_taken_unchecked_is_counted_before_an_uncharged_exchange() -> None:
+    run = doubtful("simfbo", 0.5, like_a_gpu=True)
     run.advance()
     before = run.fed.ledger.refused_replies
     with run.fed.uncharged():

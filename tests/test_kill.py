@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.federation.steps import TRACE_FROM
+from fedbilevel.execution.stacked.parts import TRACE_FROM
 from tests.tool import call, config, done, fork, metrics, start, summary, write
 
 ROUNDS = TRACE_FROM + 30  # the steps of a long run are traced, those of its start are not

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import fedbilevel as fb
 from fedbilevel.delays import LogNormal
-from fedbilevel.federation import memories
-from fedbilevel.federation.memories import Memories
+from fedbilevel.execution import memories
+from fedbilevel.execution.memories import Memories
 from fedbilevel.runs.record import Recorder
 from fedbilevel.solve import Run
 
@@ -116,9 +116,10 @@ def test_a_run_goes_on_with_the_same_bits_and_small_checkpoints(tmp_path: Path) 
     conditions = fb.Environment(participation=2, local_steps=(1, 3), batch_size=2, delay=LogNormal())
 
     def recorder(folder: str, rounds: int, memory: int = 300) -> Recorder:
-        fed = fb.SimulatedFederation(task.problem, task.clients, method, conditions)
-        fed.engine.memories.most = memory
-        return Recorder(Run(fed, {"rounds": rounds}), tmp_path / folder, config, resume=True, checkpoint_every=3)
+        fed = fb.simulated_federation(task.problem, task.clients, conditions)
+        fed.transport.executor.memories.most = memory
+        run = Run(method, fed, {"rounds": rounds})
+        return Recorder(run, tmp_path / folder, config, resume=True, checkpoint_every=3)
 
     whole = recorder("whole", 20, memory=10**6)
     list(whole)
@@ -130,10 +131,10 @@ def test_a_run_goes_on_with_the_same_bits_and_small_checkpoints(tmp_path: Path) 
     a, b = whole.run, part.run
     assert torch.equal(a.state.x["x"], b.state.x["x"])
     assert a.fed.ledger.phases == b.fed.ledger.phases
-    ours, theirs = a.fed.engine.memories, b.fed.engine.memories  # type: ignore[attr-defined]
+    ours, theirs = (run.fed.transport.executor.memories for run in (a, b))
     assert sorted(ours) == sorted(theirs) == list(range(6))
     for client in ours:
         torch.testing.assert_close(ours[client], theirs[client], rtol=0, atol=0)
     assert theirs._size <= 300
-    saved = b.fed.snapshot()["engines"][0]["memories"]
+    saved = b.fed.snapshot()["transport"]["executors"][0]["memories"]
     assert isinstance(saved, tuple), "a checkpoint names the file"

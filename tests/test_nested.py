@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
-from fedbilevel.algorithms import Algorithm
+from fedbilevel.algorithms import Algorithm, Phase
+from fedbilevel.algorithms.rounds import LowerGradient
 from fedbilevel.solve import Run
 from fedbilevel.tree import norm
 
@@ -19,8 +20,8 @@ def task(**options: Any) -> Any:
 
 
 def run(of: Any, algorithm: Algorithm, iterations: int = 1, **environment: Any) -> Run:
-    fed = fb.SimulatedFederation(of.problem, of.clients, algorithm, fb.Environment(**environment))
-    here = Run(fed, {})
+    fed = fb.simulated_federation(of.problem, of.clients, fb.Environment(**environment))
+    here = Run(algorithm, fed, {})
     for _ in range(iterations):
         here.advance()
     return here
@@ -32,12 +33,12 @@ def means(of: Any) -> list[Tensor]:
 
 def step_on_x(of: Any, algorithm: Algorithm, draws: list[int] | None = None, cohort: list[int] | None = None) -> Tensor:
     """The direction of the first step on x, from a start where y does not move (lr_y is tiny)."""
-    fed = fb.SimulatedFederation(of.problem, of.clients, algorithm)
+    fed = fb.simulated_federation(of.problem, of.clients)
     if draws is not None:
         fed.draw = lambda count: draws.pop(0)  # type: ignore[method-assign]
     if cohort is not None:
         fed.sample = lambda: cohort  # type: ignore[method-assign]
-    here = Run(fed, {})
+    here = Run(algorithm, fed, {})
     here.advance()
     return (of.problem.x["x"] - here.state.x["x"]) / algorithm.lr_x  # type: ignore[attr-defined, no-any-return]
 
@@ -51,10 +52,10 @@ def test_the_published_code_draws_two_dropout_masks() -> None:
     moved = {}
     for compat in (None, "reference"):
         method = fb.algorithms.FedNest(lr_y=1e-3, lower_steps=4, upper_steps=1, compat=compat)  # type: ignore[arg-type]
-        fed = fb.SimulatedFederation(of.problem, of.clients, method, fb.Environment(batch_size=16))
+        fed = fb.simulated_federation(of.problem, of.clients, fb.Environment(batch_size=16))
         x, y = of.problem.start
-        q = fed.ask("gradient", [0, 1], x=x, y=y).mean("q")
-        moved[compat] = fed.ask("lower_round", [0, 1], x=x, y=y, q=q).mean("dy") + 4e-3 * q
+        q = fed.ask(LowerGradient(full=method.as_coded), [0, 1], x=x, y=y).mean("q")
+        moved[compat] = fed.ask(method.lower_round(), [0, 1], x=x, y=y, q=q).mean("dy") + 4e-3 * q
     assert 20 * norm(moved[None]) < norm(moved["reference"])
 
 
@@ -129,15 +130,15 @@ def test_aggitd_as_printed_diverges_where_the_curvature_exceeds_two() -> None:
     def size_of_p(printed: bool) -> float:
         steps = {"lr_x": 1e-9, "lr_y": 1e-9, "lower_steps": 1}
         method = fb.algorithms.AggITD(**steps, neumann_lr=0.2, inner_rounds=30, printed=printed)
-        fed = fb.SimulatedFederation(of.problem, steep, method)
+        fed = fb.simulated_federation(of.problem, steep)
         sent, ask = [], fed.ask
 
-        def spy(phase: str, clients: Any, **message: Any) -> Any:
+        def spy(phase: Phase, clients: Any, **message: Any) -> Any:
             sent.extend([message["p"]["y"].norm()] if "p" in message else [])
             return ask(phase, clients, **message)
 
         fed.ask, fed.draw = spy, lambda count: 0  # type: ignore[method-assign]
-        Run(fed, {}).advance()
+        Run(method, fed, {}).advance()
         return float(sent[0])
 
     assert size_of_p(printed=False) < 10
@@ -187,7 +188,7 @@ def test_fedmbo_is_unbiased_with_weights_that_are_not_uniform() -> None:
     A, B, _, e, t, _ = of._means(weights)
     p = lam * sum(torch.linalg.matrix_power(torch.eye(4) - lam * A, k) @ -e for k in range(N))
     method = fb.algorithms.FedMBO(lr_x=0.1, lr_y=1e-12, neumann_lr=lam, neumann_steps=N)
-    fed = fb.SimulatedFederation(of.problem, of.clients, method, weights=weights)
+    fed = fb.simulated_federation(of.problem, of.clients, weights=weights)
     start = method.init(of.problem)
     found = torch.stack([(start.x["x"] - method.iterate(start, fed).x["x"]) / 0.1 for _ in range(250)])
     error = found.std(0) / 250**0.5
@@ -199,10 +200,10 @@ def test_fedmbo_costs_its_longest_chain() -> None:
     of = task()
     for seed in range(5):
         method = fb.algorithms.FedMBO(neumann_steps=4, inner_rounds=2)
-        fed = fb.SimulatedFederation(of.problem, of.clients, method, seed=seed)
-        twin = fb.SimulatedFederation(of.problem, of.clients, method, seed=seed)
+        fed = fb.simulated_federation(of.problem, of.clients, seed=seed)
+        twin = fb.simulated_federation(of.problem, of.clients, seed=seed)
         longest = max(twin.draw(4) for _ in range(4))
-        Run(fed, {}).advance()
+        Run(method, fed, {}).advance()
         assert fed.ledger.rounds == 2 + 1 + longest + 1
 
 
@@ -212,7 +213,7 @@ def test_local_random_truncation_has_the_expectation_of_the_sum() -> None:
     options = {"lr_x": 1e-9, "lr_y": 1e-9, "neumann_lr": 0.8, "neumann_steps": 4, "momentum_weight": 1.0}
     exact = run(of, fb.algorithms.LocalBSGM(**options, truncation="sum")).state.u["x"]
     method = fb.algorithms.LocalBSGM(**options)
-    fed = fb.SimulatedFederation(of.problem, of.clients, method)
+    fed = fb.simulated_federation(of.problem, of.clients)
     start = method.init(of.problem)
     found = torch.stack([method.iterate(start, fed).u["x"] for _ in range(25)])
     error = found.std(0) / 25**0.5

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 import fedbilevel as fb
 from fedbilevel import nets
-from fedbilevel.algorithms.rabo import RABO, RAFBO
-from fedbilevel.federation.losses import Losses
+from fedbilevel.algorithms.rabo import RABO, RAFBO, GlobalDirections, LocalHypergradient
 from fedbilevel.oracle import Embedded, Oracle
 from fedbilevel.problem import Batch
 from fedbilevel.rng import fold_in, root
@@ -25,6 +24,11 @@ from .conformance.cases import root as zero_of
 from .conformance.test_conformance import check_converges
 
 STEPS: dict[str, Any] = {"lr_x": 0.2, "lr_y": 0.5, "lr_z": 0.5, "lower_steps": 1, "neumann_lr": 1.0, "neumann_steps": 5}
+
+
+def on_client(method: RABO) -> LocalHypergradient:
+    """What this method asks of a client."""
+    return method.on_clients(**method.estimates())
 
 
 def cosine(a: Tree, b: Tree) -> float:
@@ -39,7 +43,8 @@ def test_the_global_hypergradient_leads_to_the_true_solution(method: RABO) -> No
 def test_z_stays_in_its_ball() -> None:
     task = fb.tasks.load("quadratic", clients=3)
     for radius, inside in ((1e-3, True), (1e3, False)):
-        run = Run(fb.SimulatedFederation(task.problem, task.clients, RABO(hypergradient="global", radius=radius)), {})
+        method = RABO(hypergradient="global", radius=radius)
+        run = Run(method, fb.simulated_federation(task.problem, task.clients), {})
         run.advance()
         assert (float(norm(run.state.z)) < 1.001e-3) == inside
 
@@ -49,12 +54,12 @@ def test_local_hypergradients_are_biased_and_global_ones_are_not() -> None:
     task = fb.tasks.load("quadratic", clients=6, condition=20.0, heterogeneity=1.0, seed=7)
     x = Tree(x=torch.ones(5, dtype=torch.float64))
     y, truth = task.y_star(x), task.gradient(x)
-    exact = RABO(**STEPS | {"neumann_steps": 300})
-    fed = fb.SimulatedFederation(task.problem, task.clients, exact)
-    local = fed.ask("hypergradient", range(6), x=x, y=y).coverage_mean("h")
+    exact = RABO(**STEPS | {"neumann_steps": 300}).estimates()
+    fed = fb.simulated_federation(task.problem, task.clients)
+    local = fed.ask(LocalHypergradient(**exact), range(6), x=x, y=y).coverage_mean("h")
     A, _, _, e, _, D = task._means("uniform")
     z = Tree(y=torch.linalg.solve(A, y["y"] - e + D @ x["x"]))
-    r = fed.ask("directions", range(6), x=x, y=y, z=z)
+    r = fed.ask(GlobalDirections(**exact), range(6), x=x, y=y, z=z)
     assert cosine(local, truth) < 0.9
     assert float(norm(local - truth)) > 0.5 * float(norm(truth))
     torch.testing.assert_close(r.coverage_mean("dx")["x"], truth["x"], rtol=0, atol=1e-12)
@@ -126,7 +131,7 @@ def test_an_embedded_batch_runs_the_backbone_once() -> None:
 
     oracle = Oracle(dataclasses.replace(problem, embed=counted))
     x, y = problem.start
-    RABO(neumann_steps=7).local_hypergradient(oracle, x, y, oracle.embed(x, batch))
+    on_client(RABO(neumann_steps=7)).local_hypergradient(oracle, x, y, oracle.embed(x, batch))
     assert len(calls) == 2, "once for each side"
 
 
@@ -138,7 +143,7 @@ def test_directional_differences_agree_to_their_error() -> None:
 
     def estimate(method: RABO) -> Tree:
         oracle = Oracle(problem)
-        return method.local_hypergradient(oracle, x, y, oracle.embed(x, batch))
+        return on_client(method).local_hypergradient(oracle, x, y, oracle.embed(x, batch))
 
     exact = estimate(RABO(**settings))
     errors = [float(norm(estimate(RAFBO(**settings, width=w)) - exact) / norm(exact)) for w in (0.2, 0.1, 3e-3)]
@@ -179,9 +184,9 @@ def test_the_printed_estimator_ascends() -> None:
     assert phi_after(RABO(**settings)) < start
     assert phi_after(right) < start
     assert phi_after(printed) > start
-    fed = fb.SimulatedFederation(task.problem, task.clients, printed)
+    fed = fb.simulated_federation(task.problem, task.clients)
     x = Tree(task.problem.x)
-    h = fed.ask("hypergradient", range(3), x=x, y=task.y_star(x)).coverage_mean("h")
+    h = fed.ask(on_client(printed), range(3), x=x, y=task.y_star(x)).coverage_mean("h")
     assert cosine(h, task.gradient(x)) < -0.5
 
 
@@ -192,7 +197,8 @@ def test_the_response_of_the_lower_level_has_the_neumann_sum_as_expectation() ->
     client = task.clients[0]
 
     def draw(key: Tensor) -> Tensor:
-        return flatten(method.local_hypergradient(Oracle(task.problem), x, y, Batch(client.train, client.val, key)))
+        batch = Batch(client.train, client.val, key)
+        return flatten(on_client(method).local_hypergradient(Oracle(task.problem), x, y, batch))
 
     draws = torch.func.vmap(draw)(fold_in(root(1, "response"), torch.arange(400)))
     found, spread = draws.mean(0), draws.std(0) / len(draws) ** 0.5
@@ -251,24 +257,24 @@ def test_both_sides_of_an_episode_are_drawn_together() -> None:
     numbers = torch.arange(20.0)
     clients = [fb.ClientData(train=(numbers,), val=(numbers,))]
     environment = fb.Environment(batch_size=4, local_steps=3)
-    fed = fb.SimulatedFederation(problem, clients, RABO(lower_steps=1, neumann_steps=1), environment, mode="loop")
+    fed = fb.simulated_federation(problem, clients, environment, mode="loop")
     seen.clear()
-    fed.ask("episodes", [0], x=problem.start[0], y=problem.start[1])
+    fed.ask(RABO(lower_steps=1, neumann_steps=1).episodes(), [0], x=problem.start[0], y=problem.start[1])
     batches, keys = zip(*seen, strict=True)
     assert len({tuple(batch.tolist()) for batch in batches}) == len({int(key) for key in keys}) == 3, (
         "an episode a step"
     )
     seen.clear()
-    Losses(fed)
+    fed.losses(*problem.start)
     assert len(seen) > 1
     assert len({(*batch.tolist(), int(key)) for batch, key in seen}) == 1, "what a run records is of an episode too"
     uneven = fb.ClientData(train=(numbers,), val=(numbers[:5],))
     for i, federated in enumerate(([uneven], [*clients, uneven])):
         with pytest.raises(ValueError, match=f"client {i}, before round 1: train holds 20 samples and val 5; with"):
             fb.solve(problem, federated, "rabo", rounds=1)
-    late = fb.SimulatedFederation(problem, [*clients, uneven], RABO())
+    late = fb.simulated_federation(problem, [*clients, uneven])
     with pytest.raises(ValueError, match="client 1, phase 'episodes', round 1: train holds 20 samples and val 5"):
-        late.ask("episodes", [1], x=problem.start[0], y=problem.start[1])
+        late.ask(RABO().episodes(), [1], x=problem.start[0], y=problem.start[1])
 
 
 REFUSED = {

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import fedbilevel as fb
+from fedbilevel import ranks
 from fedbilevel.delays import Faults, LogNormal
-from fedbilevel.federation import ranks
 from fedbilevel.runs import checkpoint
 from fedbilevel.solve import Run
 from tests.tool import call, metrics, summary, warm, write
@@ -58,8 +58,9 @@ def halves(loss: Callable[..., Any]) -> Callable[..., Any]:
 def outcome(case: str) -> dict[str, Any]:
     method, conditions = CASES[case]
     here = task(submodels=case == "submodels")
-    fed = fb.SimulatedFederation(here.problem, here.clients, method, fb.Environment(**ENVIRONMENT, **conditions))
-    run = Run(fed, {"rounds": 8})
+    environment = fb.Environment(**ENVIRONMENT, **conditions)
+    fed = fb.simulated_federation(here.problem, here.clients, environment)
+    run = Run(method, fed, {"rounds": 8})
     history = [{key: value for key, value in metrics.items() if key != "wall_s"} for metrics in run]
     ledger = fed.snapshot()["ledger"] | {"wall_s": 0.0}
     assert run.status == "completed"
@@ -83,7 +84,8 @@ def rank(number: int, folder: Path, port: int) -> None:
         for case in CASES:
             checkpoint.save(folder / f"{case}-{number}", outcome(case))
         here = task()
-        run = Run(fb.SimulatedFederation(here.problem, Spoilt(here.clients), fb.algorithms.SimFBO()), {"rounds": 3})
+        fed = fb.simulated_federation(here.problem, Spoilt(here.clients))
+        run = Run(fb.algorithms.SimFBO(), fed, {"rounds": 3})
         with pytest.raises(fb.federation.ClientError, match=r"client 3, .*: RuntimeError: this client cannot"):
             run.advance()
         assert ranks.agree(lambda: number) == [0, 1]

@@ -73,7 +73,8 @@ def test_an_interrupted_iteration_leaves_no_trace(task: Any) -> None:
     environment = fb.Environment(participation=2, batch_size=2)
 
     def run() -> Run:
-        return Run(fb.SimulatedFederation(task.problem, task.clients, algorithm, environment), {"rounds": 6})
+        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        return Run(algorithm, fed, {"rounds": 6})
 
     whole, stopped = run(), run()
     list(whole)
@@ -172,12 +173,11 @@ def test_dropout_draws_by_key_and_runs_repeat() -> None:
             return F.cross_entropy(apply(x, y, batch[0]), batch[1])
 
     problem = fb.Problem(upper=loss, lower=loss, x=x, y=y)
-    runs = [
-        Run(fb.SimulatedFederation(problem, clients(), fb.algorithms.LAASFBO(), mode=mode, seed=seed), {"rounds": 3})
-        for mode, seed in (("stack", 0), ("loop", 0), ("stack", 1))
-    ]
-    for run in runs:
-        list(run)
+    runs = []
+    for mode, seed in (("stack", 0), ("loop", 0), ("stack", 1)):
+        fed = fb.simulated_federation(problem, clients(), mode=mode, seed=seed)
+        runs.append(Run(fb.algorithms.LAASFBO(), fed, {"rounds": 3}))
+        list(runs[-1])
     first, loop, other = (run.state.x["backbone.0.weight"] for run in runs)
     torch.testing.assert_close(first, loop)
     assert not torch.allclose(first, other)
@@ -200,10 +200,14 @@ def test_a_run_from_python_leaves_a_folder_and_goes_on(task: Any, tmp_path: Any)
 
 
 def test_a_federation_of_ones_own_is_used_and_nothing_else(task: Any) -> None:
-    fed = fb.SimulatedFederation(task.problem, task.clients, fb.algorithms.ASFBO())
-    result = fb.solve(task.problem, task.clients, rounds=3, federation=fed)
+    environment = fb.Environment(participation=2)
+    fed = fb.simulated_federation(task.problem, task.clients, environment, seed=3)
+    result = fb.solve(task.problem, task.clients, "asfbo", rounds=3, federation=fed)
     assert result.history[-1]["round"] == fed.ledger.rounds == 3
-    with pytest.raises(ValueError, match="federation is given and so is algorithm or environment"):
-        fb.solve(task.problem, task.clients, "simfbo", rounds=3, federation=fed)
+    alone = fb.solve(task.problem, task.clients, "asfbo", rounds=3, environment=environment, seed=3)
+    assert torch.equal(result.x["x"], alone.x["x"])
+    sentence = "^federation is given and so is environment; a federation has its own$"
+    with pytest.raises(ValueError, match=sentence):
+        fb.solve(task.problem, task.clients, rounds=3, federation=fed, environment=environment)
     with pytest.raises(ValueError, match="resume is True but out is not given"):
         fb.solve(task.problem, task.clients, "simfbo", rounds=3, resume=True)

@@ -31,7 +31,7 @@ def federation(algorithm: Any, capacity: Any, kind: str = "mlp", clients: int = 
     level = options.pop("lower_level", "shared")
     problem, held, _ = small_net(net, clients, ridge=0.02, lower_level=level)
     conditions = {"capacity": capacity, "batch_size": 4, "local_steps": 2, **options.pop("environment", {})}
-    return Run(fb.SimulatedFederation(problem, held, algorithm, fb.Environment(**conditions), **options), {})
+    return Run(algorithm, fb.simulated_federation(problem, held, fb.Environment(**conditions), **options), {})
 
 
 def build(name: str, **settings: Any) -> Any:
@@ -62,7 +62,7 @@ def test_clients_that_hold_everything_do_what_fedavg_does(name: str, level: str)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_nobody_holds_stays(name: str) -> None:
     run = federation(build(name), 0.25 if name in STRUCTURED else 0.5, clients=1)
-    before, method, held = vector(run), run.fed.algorithm, None
+    before, method, held = vector(run), run.algorithm, None
     if isinstance(method, OAP):
         (masks,) = method.masks(run.state, run.fed, [0])
         held = torch.cat([flatten(masks["x"]), flatten(masks["y"])])
@@ -138,7 +138,7 @@ def test_fiarse_by_hand() -> None:
         kept = w.map(lambda t: t.abs() >= thr)
         masked = w.map(torch.mul, kept)
         halves = [Tree({name: masked[name] for name in part}) for part in (x, y)]
-        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(*halves, run.fed.clients[0].train, ())
+        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(*halves, run.fed.transport.executor.clients[0].train, ())
         factor = w.map(lambda t, k: k * (1 + 2 * thr * t.abs() / (t.abs() + thr) ** 2), kept)
         w = w - 0.3 * factor.map(torch.mul, {**g_x, **g_y})
     advance(run, 1)
@@ -149,10 +149,10 @@ def test_oap_by_hand() -> None:
     """One client, two local steps on full batches: gradients at the masked weights, and masked themselves."""
     run = federation(build("oap", server_lr=0.7), 0.5, clients=1, environment={"batch_size": None})
     x, y = start = run.fed.problem.start
-    (mask,) = run.fed.algorithm.masks(run.state, run.fed, [0])  # type: ignore[attr-defined]
+    (mask,) = run.algorithm.masks(run.state, run.fed, [0])  # type: ignore[attr-defined]
     for _ in range(2):
         held = x.map(torch.mul, mask["x"]), y.map(torch.mul, mask["y"])
-        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(*held, run.fed.clients[0].train, ())
+        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(*held, run.fed.transport.executor.clients[0].train, ())
         x, y = x - 0.3 * g_x.map(torch.mul, mask["x"]), y - 0.3 * g_y.map(torch.mul, mask["y"])
     advance(run, 1)
     for ours, moved, before in zip(run.state, (x, y), start, strict=True):
@@ -195,7 +195,7 @@ def test_oap_covers_every_weight_when_the_budgets_allow() -> None:
 
 def test_oap_gives_everybody_the_largest_weights_and_what_it_pays_for() -> None:
     run = federation(OAP(core=0.1), [0.7, 0.45, 0.2], clients=3)
-    masks = run.fed.algorithm.masks(run.state, run.fed, [0, 1, 2])  # type: ignore[attr-defined]
+    masks = run.algorithm.masks(run.state, run.fed, [0, 1, 2])  # type: ignore[attr-defined]
     flat = [torch.cat([flatten(mask["x"]), flatten(mask["y"])]) for mask in masks]
     sizes = vector(run).abs()
     assert [int(mask.sum()) for mask in flat] == [int(r**2 * len(sizes)) for r in (0.7, 0.45, 0.2)]

@@ -20,7 +20,7 @@ import fedbilevel as fb
 from fedbilevel import nets
 from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.algorithms.rabo import RABO
-from fedbilevel.federation.base import Replies, Reply
+from fedbilevel.federation import Federation, Replies, Reply
 from fedbilevel.solve import Run
 from fedbilevel.submodels import Submodel, choose, importance, rolling, segments, static, units
 from fedbilevel.tree import Tree, dot, flatten, norm, zeros_like
@@ -123,12 +123,13 @@ def small_net(
 
 CAPACITY = [1.0, 0.5, 0.25, 0.125, 0.0625]
 METHOD = RABO(lr_x=0.1, lr_y=0.3, lower_steps=2, neumann_lr=0.1, neumann_steps=3)
+HYPERGRADIENT = METHOD.on_clients(**METHOD.estimates())
 
 
-def federation(algorithm: Algorithm, **options: Any) -> fb.SimulatedFederation:
+def federation(**options: Any) -> Federation:
     problem, clients, _ = small_net()
     environment = fb.Environment(capacity=CAPACITY, **options.pop("environment", {}))
-    return fb.SimulatedFederation(problem, clients, algorithm, environment, **options)
+    return fb.simulated_federation(problem, clients, environment, **options)
 
 
 class Masked:
@@ -193,7 +194,7 @@ POLICY = {"static": lambda t, x, y: static, "rolling": lambda t, x, y: rolling(t
 @pytest.mark.parametrize("policy", POLICY)
 def test_extract_train_and_merge_is_masking_the_full_model(policy: Any) -> None:
     problem, clients, net = small_net()
-    run = Run(federation(dataclasses.replace(METHOD, policy=policy)), {})
+    run = Run(dataclasses.replace(METHOD, policy=policy), federation(), {})
     for _ in range(3):
         run.advance()
     x, y = masked_rabo(problem, clients, net, POLICY[policy], 3)
@@ -203,7 +204,7 @@ def test_extract_train_and_merge_is_masking_the_full_model(policy: Any) -> None:
 
 
 def test_stack_and_loop_agree_and_bytes_are_those_of_the_submodels() -> None:
-    runs = [Run(federation(METHOD, mode=mode), {}) for mode in ("stack", "loop")]
+    runs = [Run(METHOD, federation(mode=mode), {}) for mode in ("stack", "loop")]
     for run in runs:
         run.advance()
     torch.testing.assert_close(flatten(runs[0].state.x), flatten(runs[1].state.x), rtol=0, atol=1e-12)
@@ -224,11 +225,11 @@ def test_stack_and_loop_agree_and_bytes_are_those_of_the_submodels() -> None:
 
 
 def test_coverage_is_recorded() -> None:
-    fed = federation(METHOD)
+    fed = federation()
     parts = choose(fed.problem.axes, *fed.problem.start, static, [(0.5, 0.5)] * 5)
-    fed.ask("hypergradient", range(5), submodels=[None, *parts[1:]], x=fed.problem.start[0], y=fed.problem.start[1])
+    fed.ask(HYPERGRADIENT, range(5), submodels=[None, *parts[1:]], x=fed.problem.start[0], y=fed.problem.start[1])
     assert fed.records() == {"min_coverage_x": 1.0, "covered_x": 1.0}
-    r = fed.ask("hypergradient", range(5), submodels=parts, x=fed.problem.start[0], y=fed.problem.start[1])
+    r = fed.ask(HYPERGRADIENT, range(5), submodels=parts, x=fed.problem.start[0], y=fed.problem.start[1])
     part, like = parts[0], fed.problem.start[0]
     assert part is not None
     found = fed.records()
@@ -243,13 +244,13 @@ def test_coverage_is_recorded() -> None:
 
 def test_coverage_mean_weighs_the_clients_that_hold_a_coordinate() -> None:
     weights = [1.0, 2.0, 3.0, 4.0, 5.0]
-    fed = federation(METHOD, weights=weights)
+    fed = federation(weights=weights)
     x, y = fed.problem.start
     parts = choose(fed.problem.axes, x, y, static, fed.capacities(range(5)))
-    r = fed.ask("hypergradient", range(5), submodels=parts, x=x, y=y)
+    r = fed.ask(HYPERGRADIENT, range(5), submodels=parts, x=x, y=y)
     total, held = zeros_like(x), zeros_like(x)
     for i, part in enumerate(parts):
-        one = fed.ask("hypergradient", [i], submodels=[part], x=x, y=y).coverage_mean("h")
+        one = fed.ask(HYPERGRADIENT, [i], submodels=[part], x=x, y=y).coverage_mean("h")
         mask = x.map(torch.ones_like)
         mask = part.spread(part.cut(mask), x) if part else mask
         total, held = total + weights[i] * one.map(torch.mul, mask), held + weights[i] * mask
@@ -257,7 +258,7 @@ def test_coverage_mean_weighs_the_clients_that_hold_a_coordinate() -> None:
 
 
 def test_of_what_is_recorded_as_least_or_most_the_extremes_are_kept() -> None:
-    fed = federation(METHOD)
+    fed = federation()
     for value in (3.0, 1.0, 2.0):
         fed.record(min_a=value, max_a=value, a=value)
     assert fed.records() == {"min_a": 1.0, "max_a": 3.0, "a": 2.0}
@@ -269,8 +270,8 @@ def test_coverage_comes_in_the_order_of_the_reply() -> None:
     (part,) = choose(problem.axes, *problem.start, static, [(0.5, 0.5)])
     assert part is not None
     for declared in ({"a": "x", "b": "y"}, {"a": "y", "b": "x"}):
-        role: Any = SimpleNamespace(reply=declared, summed=True)
-        replies = Replies("phase", "a test", role, problem)
+        phase: Any = SimpleNamespace(reply=declared, summed=True)
+        replies = Replies("a test", phase, problem)
         stack = {name: part.cut(Tree(getattr(problem, kind))).map(lambda t: t[None]) for name, kind in declared.items()}
         replies.add([Reply(0, 0, 1, 1.0, 0, {})], stack, part)
         assert [name[-1] for name in list(replies.coverage())[::2]] == list(declared.values())
@@ -278,10 +279,10 @@ def test_coverage_comes_in_the_order_of_the_reply() -> None:
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 def test_a_cohort_without_weight_moves_nothing(ratio: float) -> None:
-    fed = federation(METHOD, weights=[0.0, 1.0, 1.0, 1.0, 1.0])
+    fed = federation(weights=[0.0, 1.0, 1.0, 1.0, 1.0])
     x, y = fed.problem.start
     parts = choose(fed.problem.axes, x, y, static, [(ratio, ratio)])
-    r = fed.ask("hypergradient", [0], submodels=parts, x=x, y=y)
+    r = fed.ask(HYPERGRADIENT, [0], submodels=parts, x=x, y=y)
     assert float(norm(r.coverage_mean("h"))) == 0.0
 
 
@@ -291,6 +292,7 @@ class State(NamedTuple):
 
 
 class Slope(Phase):
+    name = "slope"
     reply: ClassVar = {"g": "y"}
     batch = "train"
 
@@ -310,15 +312,14 @@ class Posting(Algorithm):
 
     name: ClassVar = "posting"
     submodels: ClassVar = True
-    phases: ClassVar = {"slope": Slope}
 
     def init(self, problem: fb.Problem) -> State:
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Any) -> State:
         idle = range(len(fed)) if fed.ledger.rounds == 0 else fed.idle
-        parts = choose(fed.problem.axes, s.x, s.y, rolling(fed.ledger.iterations), fed.capacities(idle))
-        fed.post("slope", idle, submodels=parts, x=s.x, y=s.y)
+        parts = choose(fed.problem.axes, s.x, s.y, rolling(fed.iteration), fed.capacities(idle))
+        fed.post(Slope(), idle, submodels=parts, x=s.x, y=s.y)
         r = fed.collect()
         fed.idle = list(r.idle)
         return State(s.x, s.y - 0.1 * r.coverage_mean("g"))
@@ -327,7 +328,7 @@ class Posting(Algorithm):
 def test_posted_submodels_arrive_and_survive_a_restart(tmp_path: Path) -> None:
     def run() -> Run:
         conditions = {"delay": fb.delays.LogNormal(1.0, 1.0), "participation": 2}
-        return Run(federation(Posting(), environment=conditions), {})
+        return Run(Posting(), federation(environment=conditions), {})
 
     whole = run()
     for _ in range(6):

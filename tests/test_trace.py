@@ -11,11 +11,11 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import fedbilevel as fb
-from fedbilevel.federation import clients as engine
-from fedbilevel.federation import steps
+from fedbilevel.execution.stacked import executor as stacked
+from fedbilevel.execution.stacked import parts
+from fedbilevel.execution.stacked.trace import compiled, trace
 from fedbilevel.rng import fold_in, normal, root, uniform
 from fedbilevel.solve import Run
-from fedbilevel.trace import compiled, trace
 
 
 def draw(*shape: int, tag: str = "trace") -> Tensor:
@@ -79,18 +79,18 @@ def test_nothing_is_added_to_zeros() -> None:
 
 def test_sums_begin_without_zeros_to_add_to_and_other_zeros_stay(monkeypatch: Any) -> None:
     """z is 0 at first, and so a trace that has it so must not serve later."""
-    monkeypatch.setattr(steps, "TRACE_FROM", 0)
+    monkeypatch.setattr(parts, "TRACE_FROM", 0)
     task = fb.tasks.load("quadratic", clients=3, samples=4, noise=0.5)
     runs = []
     for mode in ("stack", "loop"):
         environment = fb.Environment(local_steps=2, batch_size=2)
-        method = fb.algorithms.SimFBO()
-        runs.append(Run(fb.SimulatedFederation(task.problem, task.clients, method, environment, mode=mode), {}))
+        fed = fb.simulated_federation(task.problem, task.clients, environment, mode=mode)
+        runs.append(Run(fb.algorithms.SimFBO(), fed, {}))
         for _ in range(3):
             runs[-1].advance()
     for a, b in zip(*(run.state for run in runs), strict=True):
         torch.testing.assert_close(dict(a), dict(b), rtol=0, atol=1e-12)
-    blank = {kind.partition("[")[2] for kind in runs[0].fed.engine.steps.traces}
+    blank = {kind.partition("[")[2] for kind in runs[0].fed.transport.executor.parts.traces}
     assert {"0, 1, 2, 3, 4, 5]", "3, 4, 5]", ""} <= blank, "first steps from 0 and from elsewhere, and later steps"
 
 
@@ -207,9 +207,10 @@ def test_a_convolutional_net_under_variance_reduction_and_unequal_steps(monkeypa
     clients = [fb.ClientData(train=side, val=side)] * 3
     problem, states = fb.Problem(upper=loss, lower=loss, x=x, y=y), []
     for start in (0, 10**9):
-        monkeypatch.setattr(steps, "TRACE_FROM", start)
+        monkeypatch.setattr(parts, "TRACE_FROM", start)
         environment = fb.Environment(local_steps=[1, 3, 2], batch_size=4)
-        here = Run(fb.SimulatedFederation(problem, clients, fb.algorithms.LAASFBO(), environment), {"rounds": 2})
+        fed = fb.simulated_federation(problem, clients, environment)
+        here = Run(fb.algorithms.LAASFBO(), fed, {"rounds": 2})
         list(here)
         states.append(here.state.x)
     for name, value in states[1].items():
@@ -217,7 +218,7 @@ def test_a_convolutional_net_under_variance_reduction_and_unequal_steps(monkeypa
 
 
 def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
-    monkeypatch.setattr(steps, "TRACE_FROM", start)
+    monkeypatch.setattr(parts, "TRACE_FROM", start)
     task = fb.tasks.load("hyper-representation", data="digits", clients=6, hidden=8)
     environment = fb.Environment(participation=4, local_steps=(1, 3), batch_size=8)
     problem = fb.Problem(
@@ -227,28 +228,50 @@ def run(monkeypatch: Any, start: int, algorithm: Any) -> Run:
         x={name: value.double() for name, value in task.problem.x.items()},
         y={name: value.double() for name, value in task.problem.y.items()},
     )
-    here = Run(fb.SimulatedFederation(problem, task.clients, algorithm, environment), {"rounds": 6})
+    fed = fb.simulated_federation(problem, task.clients, environment)
+    here = Run(algorithm, fed, {"rounds": 6})
     list(here)
     return here
 
 
-@pytest.mark.parametrize("name", ["simfbo", "la-asfbo"])
-def test_a_traced_run_is_the_run(monkeypatch: Any, name: str) -> None:
-    algorithm = fb.algorithms.get(name)()
-    eager, traced = run(monkeypatch, 10**9, algorithm), run(monkeypatch, 0, algorithm)
-    assert not eager.fed.engine.steps.traces
-    assert traced.fed.engine.steps.traces
+def traces(run: Run) -> dict[str, Any]:
+    return run.fed.transport.executor.parts.traces
+
+
+def check_same(traced: Run, eager: Run) -> None:
     assert traced.fed.ledger.phases == eager.fed.ledger.phases
     for key, value in eager.state.x.items():
         assert not torch.equal(value, eager.fed.problem.x[key])
         torch.testing.assert_close(traced.state.x[key], value, rtol=0, atol=1e-12)
 
 
-def test_steps_with_a_schedule_or_of_many_operations_are_never_traced(monkeypatch: Any) -> None:
-    moving = fb.algorithms.SimFBO(lr_x=fb.schedules.Power(0.1))
-    assert not run(monkeypatch, 0, moving).fed.engine.steps.traces
-    monkeypatch.setattr(steps, "TRACE_BELOW", 0)
-    assert not run(monkeypatch, 0, fb.algorithms.SimFBO()).fed.engine.steps.traces
+@pytest.mark.parametrize("name", ["simfbo", "la-asfbo"])
+def test_a_traced_run_is_the_run(monkeypatch: Any, name: str) -> None:
+    algorithm = fb.algorithms.get(name)()
+    eager, traced = run(monkeypatch, 10**9, algorithm), run(monkeypatch, 0, algorithm)
+    assert not traces(eager)
+    assert traces(traced)
+    check_same(traced, eager)
+
+
+@pytest.mark.parametrize("name", ["simfbo", "fedbio"])
+def test_steps_with_a_schedule_are_traced_like_any_other(monkeypatch: Any, name: str) -> None:
+    """A step size is an input of the trace: the trace of the first iteration serves the others."""
+    method = fb.algorithms.get(name)
+    cosine = fb.schedules.Cosine
+    moving = method(lr_x=cosine(0.5, 0.01, 6), lr_y=cosine(0.02, 0.4, 6))
+    still = run(monkeypatch, 0, method())
+    eager, traced = run(monkeypatch, 10**9, moving), run(monkeypatch, 0, moving)
+    assert traces(traced).keys() == traces(still).keys()
+    assert all(traces(traced).values())
+    check_same(traced, eager)
+    for key, value in traced.state.x.items():
+        assert not torch.allclose(value, still.state.x[key])
+
+
+def test_steps_of_many_operations_are_never_traced(monkeypatch: Any) -> None:
+    monkeypatch.setattr(parts, "TRACE_BELOW", 0)
+    assert not traces(run(monkeypatch, 0, fb.algorithms.SimFBO()))
 
 
 def test_a_step_that_cannot_be_traced_runs_as_it_is(monkeypatch: Any) -> None:
@@ -256,9 +279,9 @@ def test_a_step_that_cannot_be_traced_runs_as_it_is(monkeypatch: Any) -> None:
         raise RuntimeError("data-dependent")
 
     eager = run(monkeypatch, 10**9, fb.algorithms.SimFBO())
-    monkeypatch.setattr(steps, "trace", refuse)
+    monkeypatch.setattr(parts, "trace", refuse)
     refused = run(monkeypatch, 0, fb.algorithms.SimFBO())
-    assert set(refused.fed.engine.steps.traces.values()) == {None}
+    assert set(traces(refused).values()) == {None}
     assert refused.fed.ledger.phases == eager.fed.ledger.phases
     assert all(torch.equal(refused.state.x[key], value) for key, value in eager.state.x.items())
 
@@ -274,29 +297,29 @@ def test_large_convolutions_are_not_stacked_on_a_cpu(monkeypatch: Any) -> None:
     side = (draw(6, 1, 28, 28), torch.arange(6))
     clients = [fb.ClientData(train=side, val=side)] * 3
     problem, sizes, states = fb.Problem(upper=loss, lower=loss, x=x, y=y), [], []
-    run_stack = engine.Clients._run_stack
+    run_stack = stacked.StackedExecutor._run_stack
 
-    def noted(self: Any, work: Any, lift: Any) -> Any:
-        sizes.append(len(work))
-        return run_stack(self, work, lift)
+    def noted(self: Any, tasks: Any, *rest: Any) -> Any:
+        sizes.append(len(tasks))
+        return run_stack(self, tasks, *rest)
 
-    monkeypatch.setattr(engine.Clients, "_run_stack", noted)
+    monkeypatch.setattr(stacked.StackedExecutor, "_run_stack", noted)
     operations_of_one = 4 * 10 * 10 * 16 * (6 * 25) * 2  # batch, image, channels, and what each is a sum of
     kept: Any = None
     for below_this in (operations_of_one, operations_of_one - 1):
-        monkeypatch.setattr(engine, "STACK_BELOW", below_this)
+        monkeypatch.setattr(stacked, "STACK_BELOW", below_this)
         sizes.clear()
         environment = fb.Environment(batch_size=4)
-        fed = fb.SimulatedFederation(problem, clients, fb.algorithms.SimFBO(), environment)
-        here = Run(fed, {"rounds": 1})
+        fed = fb.simulated_federation(problem, clients, environment)
+        here = Run(fb.algorithms.SimFBO(), fed, {"rounds": 1})
         here.advance()
         states.append(here.state.x)
         assert sizes[1:] == ([3] if below_this == operations_of_one else [1, 1, 1])  # the first is to measure
         kept = kept or fed.snapshot()
-    resumed = fb.SimulatedFederation(problem, clients, fb.algorithms.SimFBO(), fb.Environment(batch_size=4))
+    resumed = fb.simulated_federation(problem, clients, fb.Environment(batch_size=4))
     resumed.restore(kept)
     sizes.clear()
-    Run(resumed, {"rounds": 1}).advance()
+    Run(fb.algorithms.SimFBO(), resumed, {"rounds": 1}).advance()
     assert sizes == [3]
     for name, value in states[1].items():
         torch.testing.assert_close(states[0][name], value, rtol=0, atol=1e-12)

@@ -1,5 +1,6 @@
 """UniFBO beyond the conformance suite: its steps, and where it ends, against closed forms."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 
 import fedbilevel as fb
+from fedbilevel import ranks
 from fedbilevel.algorithms import UniFBO
 from fedbilevel.algorithms.unifbo import wide
 from fedbilevel.delays import Constant, Faults, LogNormal, Stragglers
 from fedbilevel.federation import Reply
 from fedbilevel.solve import Run
+from fedbilevel.transports.ranked import RankedExecutor
 from fedbilevel.tree import flatten
 
 STEPS = {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5}
@@ -117,8 +120,8 @@ def test_h_weighs_clients_by_the_number_of_all_over_that_of_those_asked():
         y={"y": torch.zeros(1, dtype=torch.float64)},
     )
     clients = [fb.ClientData(train=(one,), val=(one,)) for one in torch.tensor([[1.0], [7.0]], dtype=torch.float64)]
-    fed = fb.SimulatedFederation(problem, clients, UniFBO(), fb.Environment(participation=1), weights=[0.75, 0.25])
-    run = Run(fed, {"rounds": 9})
+    fed = fb.simulated_federation(problem, clients, fb.Environment(participation=1), weights=[0.75, 0.25])
+    run = Run(UniFBO(), fed, {"rounds": 9})
     run.advance()
     assert float(run.state.s[0]["x"]) in (3 * 1.5**2, 3 * 3.5**2)  # (2 p_i h_i)^2, of either
 
@@ -157,7 +160,7 @@ def test_an_iteration_without_a_barrier_is_the_one_by_hand():
 
     fed = SimpleNamespace(
         problem=problem,
-        ledger=SimpleNamespace(iterations=8),
+        iteration=8,
         post=lambda phase, clients, **point: posted.extend(clients),
         collect=lambda: Said(
             [Reply(0, 1, 1, 1.0, 0, {name: value.map(lambda t: t + 3) for name, value in whole.items()})]
@@ -190,12 +193,13 @@ def test_lost_tasks_and_replies_that_are_refused_are_survived():
 def test_whoever_has_ended_is_asked_again_also_before_anyone_was_heard():
     task = fb.tasks.load("quadratic", clients=3, seed=5)
     environment = fb.Environment(delay=Constant(), faults=Faults(drop=0.8), participation=1)
-    run = Run(fb.SimulatedFederation(task.problem, task.clients, UniFBO(barrier=False), environment), {"rounds": 99})
+    fed = fb.simulated_federation(task.problem, task.clients, environment)
+    run = Run(UniFBO(barrier=False), fed, {"rounds": 99})
     heard = []
     for _ in range(12):
         run.advance()
         heard.append(run.state.latest[1])
-        assert sorted([*run.state.idle, *run.fed.flying]) == [0, 1, 2]
+        assert sorted([*run.state.idle, *run.fed.in_flight]) == [0, 1, 2]
     assert heard[0] == 0 < heard[-1]
 
 
@@ -217,9 +221,12 @@ def test_without_a_barrier_it_resumes_with_tasks_in_flight(tmp_path: Path):
 # Submodels
 
 
-@pytest.mark.parametrize("trusting", [False, True])
-def test_h_is_the_mean_over_those_who_hold_a_coordinate(trusting):
-    """The first step of x, whose rows are units: those that nobody holds stay."""
+@pytest.mark.parametrize("added_up", [False, True])
+def test_h_is_the_mean_over_those_who_hold_a_coordinate(added_up, monkeypatch):
+    """The first step of x, whose rows are units: those that nobody holds stay.
+
+    Also where replies are added up where they were computed, as with several ranks (here there is one).
+    """
     problem = fb.Problem(
         lambda x, y, batch: (batch[0].mean() * x["w"]).sum() + 0 * y["b"].sum(),
         lambda x, y, batch: (y["b"] ** 2).sum() + 0 * x["w"].sum(),
@@ -229,9 +236,11 @@ def test_h_is_the_mean_over_those_who_hold_a_coordinate(trusting):
     )
     data = [torch.full((1,), value, dtype=torch.float64) for value in (1.0, 3.0)]
     clients = [fb.ClientData(train=(one,), val=(one,)) for one in data]
-    fed = fb.SimulatedFederation(problem, clients, UniFBO(policy="static"), fb.Environment(capacity=[0.75, 0.5]))
-    fed.trusting = trusting
-    run = fb.solve(problem, clients, rounds=1, federation=fed)
+    fed = fb.simulated_federation(problem, clients, fb.Environment(capacity=[0.75, 0.5]))
+    if added_up:
+        monkeypatch.setattr(ranks, "total", lambda values: values)
+        fed.transport.executor = RankedExecutor(fed.transport.executor, "cpu")
+    run = fb.solve(problem, clients, UniFBO(policy="static"), rounds=1, federation=fed)
     h = torch.tensor([2.0, 2.0, 1.0, 0.0], dtype=torch.float64).unsqueeze(1).expand(4, 3)
     U, _, Vh = torch.linalg.svd(wide(h), full_matrices=False)
     step = 0.5 * 0.02 * 2 * torch.outer(U[:, 0], Vh[0])  # sqrt(columns) = 2; h has rank one
@@ -251,8 +260,8 @@ def test_clients_hold_the_units_of_the_policy(policy, moved):
         axes={"w": ("units", None)},
     )
     clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))]
-    fed = fb.SimulatedFederation(problem, clients, UniFBO(policy=policy), fb.Environment(capacity=0.5))
-    away = fb.solve(problem, clients, rounds=2, federation=fed).x["w"] - start
+    environment = fb.Environment(capacity=0.5)
+    away = fb.solve(problem, clients, UniFBO(policy=policy), rounds=2, environment=environment).x["w"] - start
     assert away.squeeze().nonzero().squeeze().tolist() == moved
 
 
@@ -265,10 +274,27 @@ def test_whole_models_are_asked_for_as_before():
     assert torch.equal(flatten(found[0].x), flatten(found[1].x))
 
 
-def test_submodels_without_a_barrier_are_refused():
-    task = fb.tasks.load("hyper-representation", clients=4, hidden=8, samples=200)
-    with pytest.raises(ValueError, match=r"capacity is 0\.5, but unifbo trains whole models"):
-        fb.solve(task.problem, task.clients, UniFBO(barrier=False), rounds=1, environment=fb.Environment(capacity=0.5))
+@pytest.mark.parametrize("axes", [{}, {"w": ("units", None)}], ids=["no axes", "axes"])
+@pytest.mark.parametrize("capacity", [0.5, [1.0, 0.5]], ids=str)
+def test_submodels_without_a_barrier_are_refused(axes, capacity):
+    problem = fb.Problem(
+        lambda x, y, batch: x["w"].sum() + 0 * y["b"].sum(),
+        lambda x, y, batch: (y["b"] ** 2).sum() + 0 * x["w"].sum(),
+        x={"w": torch.ones(4, 1)},
+        y={"b": torch.zeros(2)},
+        axes=axes,
+    )
+    clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))] * 2
+    environment = fb.Environment(capacity=capacity)
+    told = re.escape(f"barrier is False and capacity is {capacity}; without a barrier models are whole")
+    with pytest.raises(ValueError, match=f"^{told}: barrier must be True, or capacity 1$"):
+        fb.solve(problem, clients, UniFBO(barrier=False), rounds=1, environment=environment)
+    assert fb.solve(problem, clients, UniFBO(barrier=False), rounds=1).status == "completed"
+    if axes:
+        assert fb.solve(problem, clients, UniFBO(), rounds=1, environment=environment).status == "completed"
+
+
+def test_policies_without_a_meaning_here_are_refused():
     for policy in ("all", "segments"):
         with pytest.raises(
             ValueError, match=f"policy is '{policy}'; it must be one of 'static', 'rolling', 'importance'"
