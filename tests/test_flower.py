@@ -127,7 +127,7 @@ def test_every_method_moves_as_in_simulation(name: str) -> None:
     one, other = real.fed.ledger, pretended.fed.ledger
     assert one.phases == other.phases
     assert (one.refused_replies, one.lost_tasks) == (0, 0)
-    assert real.fed.losses(*real.state[:2]) == pytest.approx(pretended.fed.losses(*pretended.state[:2]), abs=1e-9)
+    assert real.fed.transport.losses(*real.state[:2]) == pytest.approx(pretended.fed.transport.losses(*pretended.state[:2]), abs=1e-9)
 
 
 def test_nodes_round_the_backbone_where_the_experiment_says_so() -> None:
@@ -185,7 +185,7 @@ def test_nothing_but_declared_messages_crosses() -> None:
         grid.odd[node] = lambda message, handle: (replies.append(handle(message)), replies[-1])[1]
     fed, run = federation(grid, config(TABLE))
     run.advance()
-    fed.losses(run.state.x, run.state.y)
+    fed.transport.losses(run.state.x, run.state.y)
     task = config(TABLE).load_task(None)
     samples = [row.reshape(-1) for data in task.clients for side in (data.train, data.val) for t in side for row in t]
     kinds = set()
@@ -402,9 +402,9 @@ def test_a_lie_about_losses_changes_nothing(loss: Any, caplog: Any) -> None:
     fed, run = federation(grid, alone)
     x, y = run.state[:2]
     grid.odd[101] = only("evaluate", error(2))
-    expected = fed.losses(x, y)  # of the other client
+    expected = fed.transport.losses(x, y)  # of the other client
     grid.odd[101] = only("evaluate", lie)
-    assert fed.losses(x, y) == expected
+    assert fed.transport.losses(x, y) == expected
     assert "client 1 did not tell its losses: its upper loss is" in caplog.text
 
 
@@ -660,7 +660,7 @@ def test_no_message_outlives_its_deadline() -> None:
     grid = Grid(4)
     fed, run = federation(grid, config(TABLE), Conduct(deadline_s=10.0))
     run.advance()
-    fed.losses(*run.state[:2])
+    fed.transport.losses(*run.state[:2])
     assert {m.metadata.message_type for m in grid.sent} == {"query", "train", "evaluate"}
     assert all(0 < m.metadata.ttl <= 10 for m in grid.sent)
 

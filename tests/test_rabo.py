@@ -265,7 +265,7 @@ def test_both_sides_of_an_episode_are_drawn_together() -> None:
         "an episode a step"
     )
     seen.clear()
-    fed.losses(*problem.start)
+    fed.transport.losses(*problem.start)
     assert len(seen) > 1
     assert len({(*batch.tolist(), int(key)) for batch, key in seen}) == 1, "what a run records is of an episode too"
     uneven = fb.ClientData(train=(numbers,), val=(numbers[:5],))

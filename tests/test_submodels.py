@@ -246,7 +246,7 @@ def test_coverage_mean_weighs_the_clients_that_hold_a_coordinate() -> None:
     weights = [1.0, 2.0, 3.0, 4.0, 5.0]
     fed = federation(weights=weights)
     x, y = fed.problem.start
-    parts = choose(fed.problem.axes, x, y, static, fed.capacities(range(5)))
+    parts = choose(fed.problem.axes, x, y, static, fed.environment.capacities(range(5)))
     r = fed.ask(HYPERGRADIENT, range(5), submodels=parts, x=x, y=y)
     total, held = zeros_like(x), zeros_like(x)
     for i, part in enumerate(parts):
@@ -318,7 +318,7 @@ class Posting(Algorithm):
 
     def iterate(self, s: State, fed: Any) -> State:
         idle = range(len(fed)) if fed.ledger.rounds == 0 else fed.idle
-        parts = choose(fed.problem.axes, s.x, s.y, rolling(fed.iteration), fed.capacities(idle))
+        parts = choose(fed.problem.axes, s.x, s.y, rolling(fed.iteration), fed.environment.capacities(idle))
         fed.post(Slope(), idle, submodels=parts, x=s.x, y=s.y)
         r = fed.collect()
         fed.idle = list(r.idle)

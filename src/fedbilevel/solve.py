@@ -142,7 +142,7 @@ class Run:
         costs = self.fed.ledger.totals()
         metrics: dict[str, Any] = {"round": costs.pop("rounds"), "iteration": self.fed.iteration, **costs}
         metrics |= {"virtual_s": self.fed.now, "wall_s": self.fed.ledger.wall_s}
-        metrics |= {**ranks.first(lambda: self.fed.losses(x, y)), **self.fed.records()}
+        metrics |= {**ranks.first(lambda: self.fed.transport.losses(x, y)), **self.fed.records()}
         if self.evaluate and is_finite((x, y)):
             evaluate = self.evaluate
             metrics |= ranks.first(lambda: evaluate(x, y))

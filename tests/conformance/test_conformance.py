@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,18 @@ def test_schedules_stand_where_floats_do(name: str) -> None:
         by_hand.algorithm = build(name, **dict.fromkeys(steps, value))
         by_hand.advance()
     assert torch.equal(run.state.x["x"], by_hand.state.x["x"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shaped(SimFBO):
+    """A method with a setting that is a function and no schedule."""
+
+    shape: Callable[[Tensor], Tensor] = torch.relu
+
+
+def test_only_step_sizes_are_schedules() -> None:
+    now = Shaped(lr_x=lambda t: 1 / (2 + t)).at(2)
+    assert (now.lr_x, now.shape) == (0.25, torch.relu)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if len(fb.algorithms.get(name).lower_levels) == 1])

@@ -93,7 +93,7 @@ class FIARSE(FedAvg):
         """thr_i for each tensor of x and of y; 0 for those that are not masked."""
         w = maskable(fed.problem, s.x, s.y)
         sizes, each = magnitudes(w).sort(descending=True).values, []
-        for ratios in fed.capacities(S):
+        for ratios in fed.environment.capacities(S):
             count = budget(w, s.x, ratios)
             least = float(sizes[count - 1]) if count < len(sizes) else 0.0
             each.append({k: {n: least if n in w else 0.0 for n in tree} for k, tree in (("x", s.x), ("y", s.y))})

@@ -103,7 +103,7 @@ class OAP(FedAvg):
         everything = {name: torch.ones_like(t, dtype=torch.bool) for name, t in {**s.x, **s.y}.items()}
         order = magnitudes(w).argsort(descending=True, stable=True)
         pick = deal(lambda axis, total, count, group: order[:count], self.core, fed.iteration)
-        for place, ratios in enumerate(fed.capacities(S)):
+        for place, ratios in enumerate(fed.environment.capacities(S)):
             held = torch.zeros_like(order, dtype=torch.bool)
             held[pick("", len(order), min(budget(w, s.x, ratios), len(order)), place)] = True
             mask = {**everything, **unflatten(held, w)}
@@ -127,4 +127,4 @@ class OAPStructured(HeteroFL):
     def hold(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
         axes = fed.problem.axes
         pick = deal(importance(axes, {**s.x, **s.y}), self.core, fed.iteration)
-        return choose(axes, s.x, s.y, pick, fed.capacities(S), groups=range(len(S)))
+        return choose(axes, s.x, s.y, pick, fed.environment.capacities(S), groups=range(len(S)))

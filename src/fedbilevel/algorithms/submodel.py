@@ -27,7 +27,7 @@ def cut(
 ) -> list[Submodel | None]:
     """The submodels of these clients in this iteration. "segments": client i holds the segment numbers[i mod their
     count] of every axis (`fedbilevel.submodels` tells of the others)."""
-    axes, t, ratios = fed.problem.axes, fed.iteration, fed.capacities(clients)
+    axes, t, ratios = fed.problem.axes, fed.iteration, fed.environment.capacities(clients)
     if all(ratio == (1, 1) for ratio in ratios):
         return [None] * len(ratios)
     picks: dict[str, Any] = {

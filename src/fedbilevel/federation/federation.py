@@ -17,19 +17,15 @@ from torch.utils import _pytree as pytree
 from fedbilevel import checks
 from fedbilevel.environment import Environment
 from fedbilevel.federation import ledger as events
+from fedbilevel.federation.assignment import Assigner, Own, Submodels
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.replies import QuorumError, Replies, Reply, kinds_of, like, wrong_form
-from fedbilevel.federation.task import Broadcast, Results, Task, Values, by_broadcast, form_of, on_client
+from fedbilevel.federation.replies import QuorumError, Replies
+from fedbilevel.federation.task import Broadcast, Results, Task, form_of
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 from fedbilevel.problem import Problem
 from fedbilevel.rng import fold_in, integers, root, subset
-from fedbilevel.stages import decoded, encoded
-from fedbilevel.submodels import Submodel, units
-from fedbilevel.tree import Tree, nbytes
-
-Own = Sequence[Mapping[str, Any]] | None  # what each client alone is sent
-Submodels = Sequence[Submodel | None] | None
+from fedbilevel.tree import nbytes
 
 
 class Federation:
@@ -48,7 +44,7 @@ class Federation:
         device: where the server computes.
     """
 
-    KEPT = ("iteration", "cohorts", "draws", "tasks", "recorded", "heard", "in_flight", "deferred_quorum_error")
+    KEPT = ("iteration", "cohorts", "draws", "recorded", "heard", "in_flight", "deferred_quorum_error")
 
     def __init__(
         self,
@@ -62,8 +58,6 @@ class Federation:
         device: str = "cpu",
     ) -> None:
         self.environment = environment or Environment()
-        self.up = [stage for stage in self.environment.stages if stage.direction == "up"]
-        self.down = [stage for stage in self.environment.stages if stage.direction == "down"]
         self.environment.check(clients)
         self.problem = problem
         self.n = clients
@@ -71,11 +65,11 @@ class Federation:
         self.weights = weights
         self.seed = checks.integer("seed", seed, least=0)
         self.device = device
+        self.assigner = Assigner(problem, clients, self.environment, weights, transport.samples, seed)
         self.ledger = Ledger()
         self.iteration = 0  # completed iterations of the algorithm
         self.cohorts = 0
         self.draws = 0
-        self.tasks = 0
         self.recorded: dict[str, tuple[float | Tensor, int]] = {}  # sums or extremes, and counts
         self.heard: set[int] = set()
         self.in_flight: dict[int, Task] = {}  # posted tasks that have not ended, by client
@@ -112,10 +106,6 @@ class Federation:
         self.draws += 1
         return int(integers(key, 0, count - 1))
 
-    def capacities(self, clients: Sequence[int]) -> list[tuple[float, float]]:
-        """The width ratios of the submodels that these clients can hold: of x, and of what is in y alone."""
-        return self.environment.capacities(clients)
-
     def ask(
         self,
         phase: Phase,
@@ -134,7 +124,7 @@ class Federation:
             submodels: one per client; the trees in `message` are cut to it, and so is the reply. None: the whole model.
             **message: what everyone is sent.
         """
-        tasks = self._assign(phase, clients, each, submodels, message)
+        tasks = self.assigner.assign(phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration)
         self.ledger.book(events.Round(phase.name))
         replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
         reports: Iterable[Report] = itertools.chain(
@@ -164,7 +154,7 @@ class Federation:
             if other.broadcast.phase.name != phase.name:
                 name = other.broadcast.phase.name
                 raise RuntimeError(f"phase {phase.name!r} must wait: tasks of {name!r} are in flight")
-        tasks = self._assign(phase, clients, each, submodels, message)
+        tasks = self.assigner.assign(phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration)
         self.in_flight |= {task.client: task for task in tasks}
         for report in self.transport.send(tasks, False):
             self._take(report, None)
@@ -187,7 +177,7 @@ class Federation:
             for report in reports:
                 self._take(report, replies)
         replies.idle = [task.client for task in sorted(replies.ended, key=_end_time)]
-        self._book_refusals(replies)
+        self._refused(replies)
         self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:
             self.record(staleness=sum(staleness) / len(staleness), max_staleness=max(staleness))
@@ -231,10 +221,6 @@ class Federation:
         self.heard = set()
         return found
 
-    def losses(self, x: Tree, y: Tree) -> dict[str, float]:
-        """The upper and lower loss over the clients; it costs nothing."""
-        return self.transport.losses(x, y)
-
     def settle(self) -> None:
         """Judge the replies that were taken unchecked, if any."""
         self._judge()
@@ -245,190 +231,61 @@ class Federation:
         """What `back` needs to undo an iteration, until the next mark."""
         kept = {name: copy(getattr(self, name)) for name in self.KEPT}
         kept |= {"ledger": self.ledger.mark(), "unjudged": self.unjudged, "transport": self.transport.mark()}
-        return kept
+        return {**kept, "tasks": self.assigner.made}
 
     def back(self, mark: Mapping[str, Any]) -> None:
         self.ledger.back(mark["ledger"])
         self.transport.back(mark["transport"])
         self.unjudged = mark["unjudged"]
+        self.assigner.made = mark["tasks"]
         for name in self.KEPT:
             setattr(self, name, copy(mark[name]))
 
     def snapshot(self) -> dict[str, Any]:
         """Everything but the algorithm's state that the next iteration depends on, for a file."""
         self._judge()
-        broadcasts = list(by_broadcast(list(self.in_flight.values())))
-        numbers = {broadcast: number for number, broadcast in enumerate(broadcasts)}
         return {
             **{name: getattr(self, name) for name in self.KEPT},
             "ledger": asdict(self.ledger),
             "recorded": {name: (float(total), count) for name, (total, count) in self.recorded.items()},
             "heard": sorted(self.heard),
-            "broadcasts": [_plain_broadcast(broadcast) for broadcast in broadcasts],
-            "in_flight": [_plain_task(task, numbers[task.broadcast]) for task in self.in_flight.values()],
+            "tasks": self.assigner.made,
+            "in_flight": self.assigner.plain(list(self.in_flight.values())),
             "transport": self.transport.snapshot(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on from a snapshot."""
         for name in self.KEPT:
             setattr(self, name, copy(snapshot[name]))
         self.ledger = Ledger.load(snapshot["ledger"])
         self.heard = set(snapshot["heard"])
-        axes = self.problem.axes
-        total = units(axes, {**self.problem.x, **self.problem.y})
-        broadcasts = [
-            Broadcast(
-                Phase.load(phase),
-                self._here(message),
-                round_,
-                iteration,
-                kept and Submodel(axes, total, kept),
-                stages=self.up,
-            )
-            for phase, message, round_, iteration, kept in snapshot["broadcasts"]
-        ]
-        tasks = [Task(broadcasts[number], *self._here(rest)) for number, *rest in snapshot["in_flight"]]
-        self.in_flight = {task.client: task for task in tasks}
+        self.assigner.made = snapshot["tasks"]
+        self.in_flight = {task.client: task for task in self.assigner.load(snapshot["in_flight"], self.device)}
         self.transport.restore(snapshot["transport"], self.in_flight)
-
-    def _here(self, values: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), values)
-
-    def _assign(
-        self, phase: Phase, clients: Sequence[int], each: Own, submodels: Submodels, message: Mapping[str, Any]
-    ) -> list[Task]:
-        """The tasks of these clients: key their draws, say how many steps they take, cut their messages."""
-        if not isinstance(phase, Phase):
-            raise TypeError(f"phase is {phase!r}; it must be a Phase, such as Descend(lr_x=0.1)")
-        for client in clients:
-            checks.integer("client", client, least=0, most=len(self) - 1)
-        if each is not None and len(each) != len(clients):
-            raise ValueError(f"each has {len(each)} entries; it must have one for each of {len(clients)} clients")
-        if submodels is not None and len(submodels) != len(clients):
-            raise ValueError(f"submodels has {len(submodels)} entries; it must have one for each of {len(clients)}")
-        round_ = self.ledger.rounds + 1
-        broadcasts: dict[Submodel | None, Broadcast] = {}
-        for part in dict.fromkeys(submodels or [None]):
-            cut = _cut(message, part) if part else message
-            broadcasts[part] = self._broadcast(phase, cut, round_, part)
-        numbers = torch.arange(self.tasks, self.tasks + len(clients))
-        self.tasks += len(clients)
-        keys = fold_in(fold_in(root(self.seed, phase.name), numbers), torch.tensor(clients))
-        columns = zip(
-            [broadcasts[part] for part in submodels or [None] * len(clients)],
-            numbers.tolist(),
-            itertools.count(),
-            clients,
-            self._steps(phase, keys, clients),
-            each or itertools.repeat({}),
-            fold_in(keys, 1).tolist(),
-            self._relative_weights(clients),
-            strict=False,
-        )
-        return [Task(*column) for column in columns]
-
-    def _broadcast(self, phase: Phase, message: Mapping[str, Any], round_: int, part: Submodel | None) -> Broadcast:
-        """A message with its stages: encoded here, and decoded as every client would."""
-        if not self.down:
-            return Broadcast(phase, message, round_, self.iteration, part, stages=self.up)
-        kinds = kinds_of(message, self.problem)
-        key = fold_in(root(self.seed, "stages"), round_)
-        payload, _ = encoded(self.down, message, kinds, key, {})
-        received = decoded(self.down, payload, kinds, like(kinds, self.problem, part))
-        return Broadcast(phase, received, round_, self.iteration, part, payload, self.up)
-
-    def _steps(self, phase: Phase, keys: Tensor, clients: Sequence[int]) -> list[int]:
-        """How many steps each client takes."""
-        if phase.steps == "local":
-            return self.environment.steps(fold_in(keys, 0), clients)
-        if phase.epochs is None:
-            return [int(phase.steps)] * len(clients)
-        steps = []
-        for client in clients:
-            with on_client(client, f"phase {phase.name!r}, round {self.ledger.rounds + 1}"):
-                samples = self.transport.samples(client)
-            steps.append(phase.steps_on(samples, self.environment.batch_size))
-        return steps
-
-    def _relative_weights(self, clients: Sequence[int]) -> list[float]:
-        weights = self.weights()
-        return [self.n * weights[client] for client in clients]
 
     def _take(self, report: Report, replies: Replies | None) -> None:
         """Book what a transport reports, and add what has arrived to the replies."""
+        if isinstance(report, Departed):
+            self.ledger.book(_sent(report.tasks))
+            return
+        assert replies is not None
         match report:
-            case Departed(tasks):
-                sent = {b: nbytes(b.travels) for b in {task.broadcast for task in tasks}}
-                sizes = [sent[task.broadcast] + (nbytes(dict(task.own)) if task.own else 0) for task in tasks]
-                phase = tasks[0].broadcast.phase.name if tasks else ""
-                self.ledger.book(events.Sent(phase, [task.client for task in tasks], sizes))
             case Arrived(results):
-                assert replies is not None
                 clients = [task.client for task in results.tasks]
-                phase = results.tasks[0].broadcast.phase.name
-                self.ledger.book(events.Worked(phase, clients, results.costs, [results.nbytes] * len(clients)))
-                self._end(results.tasks, replies)
-                self._accept(results, replies)
+                sizes = [results.nbytes] * len(clients)
+                self.ledger.book(events.Worked(replies.phase.name, clients, results.costs, sizes))
+                replies.accept(results, self.iteration)
             case Missed(task, cost, never_sent):
-                assert replies is not None
                 if cost is not None:
-                    self.ledger.book(events.Worked(task.broadcast.phase.name, [task.client], [cost], [0]))
-                if not never_sent:
-                    self.ledger.book(events.Lost())
-                self._end([task], replies)
-            case Rejected(client, why, task):
-                assert replies is not None
+                    self.ledger.book(events.Worked(replies.phase.name, [task.client], [cost], [0]))
+                self.ledger.book(events.Lost(0 if never_sent else 1))
+            case Rejected(client, why):
                 replies.refuse(client, why)
-                if task is not None:
-                    self._end([task], replies)
-
-    def _end(self, tasks: Sequence[Task], replies: Replies) -> None:
-        """Posted tasks are in flight no longer."""
-        for task in tasks:
+        for task in _ended([report]):
             if self.in_flight.get(task.client) is task:
                 del self.in_flight[task.client]
             replies.ended.append(task)
-
-    def _accept(self, results: Results, replies: Replies) -> None:
-        """Add replies of the declared form; refuse the others."""
-        groups: dict[Submodel | None, list[int]] = defaultdict(list)
-        for place, task in enumerate(results.tasks):
-            groups[task.broadcast.submodel].append(place)
-        for places in groups.values():
-            self._accept_alike(results.chosen(places), replies)
-
-    def _accept_alike(self, results: Results, replies: Replies) -> None:
-        """The same for replies that come from one submodel."""
-        broadcast = results.tasks[0].broadcast
-        found = [
-            Reply(task.position, task.client, task.steps, task.weight, self.iteration - task.broadcast.iteration, {})
-            for task in results.tasks
-        ]
-        if results.sums:
-            replies.add_sums(found, results.sums, broadcast.submodel)
-            return
-        values, why = results.values, None
-        if broadcast.stages:
-            values, why = self._decoded(broadcast, values)
-        why = why or wrong_form(values, broadcast.phase.reply, self.problem, broadcast.submodel, len(found))
-        if why:
-            for reply in found:
-                replies.refuse(reply.client, why)
-        else:
-            replies.add(found, values, broadcast.submodel)
-
-    def _decoded(self, broadcast: Broadcast, payload: Values) -> tuple[Values, str | None]:
-        """A stack of replies after the stages, or why there is none."""
-        kinds = broadcast.phase.reply
-        whole = like(kinds, self.problem, broadcast.submodel)
-
-        def decode(payload: Values) -> Values:
-            return decoded(broadcast.stages, payload, kinds, whole)
-
-        try:
-            return torch.func.vmap(decode)(payload), None
-        except Exception as error:  # a client can send anything
-            return payload, f"replied with what its stages cannot decode ({type(error).__name__})"
 
     def _quorum(self, asked: int, replies: Replies) -> Replies:
         """The end of an `ask`. Replies that were taken unchecked are judged when the next are there: a GPU is then
@@ -446,14 +303,14 @@ class Federation:
         asked, replies = self.unjudged
         self.unjudged = None
         replies.settle()
-        self._book_refusals(replies)
+        self._refused(replies)
         needed = min(self.environment.min_replies, asked)
         if len(replies) < needed:
             why = f" ({replies.refused[0]})" if replies.refused else ""
             accepted = f"{len(replies)} of {asked} replies were accepted"
             self.deferred_quorum_error = f"{replies.label}: {accepted}, at least {needed} needed{why}"
 
-    def _book_refusals(self, replies: Replies) -> None:
+    def _refused(self, replies: Replies) -> None:
         self.ledger.book(events.Refused(len(replies.refused)))
         self.transport.refused(replies.refused_clients)
 
@@ -479,11 +336,11 @@ def _in_order(reports: Iterable[Report]) -> Iterator[Report]:
 def _stacked(alike: Sequence[Results]) -> Iterator[Report]:
     """Results of single tasks as one stack, or as they are where a reply has another form than the others."""
     ordered = sorted(alike, key=lambda results: results.tasks[0].position)
-    forms = {form_of(results.values) for results in ordered}
+    leaves = [pytree.tree_leaves(results.values) for results in ordered]
+    forms = {(form_of(results.values), *(t.dtype for t in ts)) for results, ts in zip(ordered, leaves, strict=True)}
     if len(forms) > 1:
         yield from map(Arrived, ordered)
         return
-    leaves = [pytree.tree_leaves(results.values) for results in ordered]
     values = pytree.tree_unflatten(
         [torch.cat(column) for column in zip(*leaves, strict=True)],
         pytree.tree_structure(ordered[0].values),
@@ -506,14 +363,9 @@ def _ended(reports: Iterable[Report]) -> Iterator[Task]:
             yield report.task
 
 
-def _plain_broadcast(broadcast: Broadcast) -> tuple[Any, ...]:
-    kept = dict(broadcast.submodel.kept) if broadcast.submodel else None
-    return broadcast.phase.plain(), dict(broadcast.message), broadcast.round, broadcast.iteration, kept
-
-
-def _plain_task(task: Task, broadcast: int) -> tuple[Any, ...]:
-    return broadcast, task.number, task.position, task.client, task.steps, dict(task.own), task.key, task.weight
-
-
-def _cut(message: Mapping[str, Any], part: Submodel) -> dict[str, Any]:
-    return {name: part.cut(value) if isinstance(value, Tree) else value for name, value in message.items()}
+def _sent(tasks: Sequence[Task]) -> events.Sent:
+    """What tasks weigh on their way to the clients."""
+    shared = {broadcast: nbytes(broadcast.travels) for broadcast in {task.broadcast for task in tasks}}
+    sizes = [shared[task.broadcast] + (nbytes(dict(task.own)) if task.own else 0) for task in tasks]
+    phase = tasks[0].broadcast.phase.name if tasks else ""
+    return events.Sent(phase, [task.client for task in tasks], sizes)

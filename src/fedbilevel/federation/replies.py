@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.devices import fetched
 from fedbilevel.federation.phase import Kind, Phase
-from fedbilevel.federation.task import Sums, Task, Values
+from fedbilevel.federation.task import Broadcast, Results, Sums, Task, Values
 from fedbilevel.problem import Problem
+from fedbilevel.stages import decoded
 from fedbilevel.submodels import Submodel
 from fedbilevel.tree import Tree, flatten, is_finite
 
@@ -134,6 +136,47 @@ class Replies:
         self._from_submodels: list[Reply] = []
         self._held: dict[str, Tree] = {}  # how many of these hold each coordinate of x and of y
         self._held_weights: dict[str, Tree] = {}  # and the sum of their weights
+
+    def accept(self, results: Results, iteration: int) -> None:
+        """Take replies of the declared form, and refuse the others."""
+        groups: dict[Submodel | None, list[int]] = defaultdict(list)
+        for place, task in enumerate(results.tasks):
+            groups[task.broadcast.submodel].append(place)
+        for places in groups.values():
+            self._accept_alike(results.chosen(places), iteration)
+
+    def _accept_alike(self, results: Results, iteration: int) -> None:
+        """The same for replies that come from one submodel."""
+        broadcast = results.tasks[0].broadcast
+        found = [
+            Reply(task.position, task.client, task.steps, task.weight, iteration - task.broadcast.iteration, {})
+            for task in results.tasks
+        ]
+        if results.sums:
+            self.add_sums(found, results.sums, broadcast.submodel)
+            return
+        values, why = results.values, None
+        if broadcast.stages:
+            values, why = self._decoded(values, broadcast)
+        why = why or wrong_form(values, self.phase.reply, self.problem, broadcast.submodel, len(found))
+        if why:
+            for reply in found:
+                self.refuse(reply.client, why)
+        else:
+            self.add(found, values, broadcast.submodel)
+
+    def _decoded(self, payload: Values, broadcast: Broadcast) -> tuple[Values, str | None]:
+        """A stack of replies after its stages, or why there is none."""
+        kinds = self.phase.reply
+        whole = like(kinds, self.problem, broadcast.submodel)
+
+        def decode(payload: Values) -> Values:
+            return decoded(broadcast.stages, payload, kinds, whole)
+
+        try:
+            return torch.func.vmap(decode)(payload), None
+        except Exception as error:  # a client can send anything
+            return payload, f"replied with what its stages cannot decode ({type(error).__name__})"
 
     def add(self, replies: Sequence[Reply], stack: Values, submodel: Submodel | None = None) -> None:
         """Take a stack of values (leading axis: clients), one for each of `replies`; refuse those not finite."""

@@ -84,6 +84,10 @@ class Task:
     weight: float
     ended: float = 0.0
 
+    def plain(self, broadcast: int) -> tuple[Any, ...]:
+        """The task as plain values, for a file; its broadcast is a number there."""
+        return broadcast, self.number, self.position, self.client, self.steps, dict(self.own), self.key, self.weight
+
 
 class TaskCost(NamedTuple):
     """What a client spent on a task, or on a part of one; `peak_bytes` is the most it held at once."""

@@ -19,22 +19,12 @@ from fedbilevel.execution.executor import Executor
 from fedbilevel.federation.replies import join, row
 from fedbilevel.federation.task import Results, Task, TaskCost, Values
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
-from fedbilevel.rng import fold_in, root, subset
+from fedbilevel.transports.faults import Ending, Fates
 from fedbilevel.tree import Tree, nbytes
 
 AHEAD = 1024  # posted tasks that are computed together, because one of them is due
 
 Losses = Callable[[Tree, Tree], dict[str, float]]
-
-
-class Ending(NamedTuple):
-    """When a task ends and how. Ties go by the task's number; `copy` 1 is a second reply to the same task."""
-
-    due: float
-    number: int
-    copy: int
-    client: int
-    lost: bool
 
 
 class Packing(NamedTuple):
@@ -108,8 +98,7 @@ class VirtualClock(Transport):
         self.uncomputed: dict[int, None] = {}  # the clients whose reply is yet to be computed, oldest first
         self.endings: list[Ending] = []  # a heap
         self.free_at: dict[int, float] = {}  # when a client that is busy or away can begin the next task
-        slow = environment.stragglers
-        self.slow = frozenset(subset(root(seed, "stragglers"), clients, slow.clients) if slow else ())
+        self.fates = Fates(environment, clients, seed)
 
     @property
     def now(self) -> float:
@@ -133,7 +122,7 @@ class VirtualClock(Transport):
         if barrier:
             return
         at_once = [Ending(self.now, task.number, 0, task.client, False) for task in tasks]
-        endings = self._endings(tasks, float("inf")) or at_once
+        endings = self.fates.endings(tasks, self.now, float("inf"), self.free_at) or at_once
         lost = {ending.number for ending in endings if ending.lost}
         self.flights |= {task.client: Flight(task) for task in tasks}
         self.uncomputed |= {task.client: None for task in _computed(tasks, lost)}
@@ -145,17 +134,26 @@ class VirtualClock(Transport):
 
     def _awaited(self, tasks: Sequence[Task]) -> Iterator[Report]:
         """What becomes of tasks with a barrier."""
-        endings = self._endings(tasks, self.now + (self.environment.deadline or float("inf")))
+        latest = self.now + (self.environment.deadline or float("inf"))
+        endings = self.fates.endings(tasks, self.now, latest, self.free_at)
         lost = {ending.number for ending in endings if ending.lost}
         if tasks and tasks[0].broadcast.remembers:  # what was posted before comes before
             self._compute([task.client for task in tasks if task.client in self.uncomputed])
         costs: dict[int, TaskCost] = {}
         for results in self.executor.run(_computed(tasks, lost), sums=self._only_summed(tasks)):
-            costs |= {task.number: cost for task, cost in zip(results.tasks, results.costs, strict=True) if lost}
             kept = [j for j, task in enumerate(results.tasks) if task.number not in lost]
+            if len(kept) < len(results.tasks):
+                costs |= {task.number: cost for task, cost in zip(results.tasks, results.costs, strict=True)}
             if kept:
-                yield from self._arrivals(results.chosen(kept))
-        by_number = {task.number: task for task in tasks} if endings else {}
+                yield from map(Arrived, self.fates.arriving(results.chosen(kept)))
+        if endings:
+            yield from self._ended(tasks, endings, costs)
+
+    def _ended(
+        self, tasks: Sequence[Task], endings: Sequence[Ending], costs: Mapping[int, TaskCost]
+    ) -> Iterator[Report]:
+        """Let time pass until tasks with a barrier have ended; costs: of those that are lost and were computed."""
+        by_number = {task.number: task for task in tasks}
         for ending in sorted(endings):
             self._now = max(self.now, ending.due)
             task = by_number[ending.number]
@@ -191,7 +189,7 @@ class VirtualClock(Transport):
             flight = self.flights.pop(client)
             groups.setdefault(id(flight.task.broadcast.submodel), []).append(flight)
         for flights in groups.values():
-            yield from self._arrivals(_landed(flights))
+            yield from map(Arrived, self.fates.arriving(_landed(flights)))
 
     def _compute(self, needed: list[int]) -> None:
         """Compute the replies of these clients' posted tasks that are not, and of more of those under way."""
@@ -206,68 +204,10 @@ class VirtualClock(Transport):
                 self.flights[task.client] = Flight(task, (reply.clone(), packing), cost)
                 self.uncomputed.pop(task.client, None)
 
-    def _endings(self, tasks: Sequence[Task], latest: float) -> list[Ending]:
-        """When and how tasks end, what would come after `latest` being lost; none where all end well and now."""
-        faults = self.environment.faults
-        if not tasks or (self.environment.delay is None and faults is None):
-            return []
-        keys = torch.tensor([task.key for task in tasks])
-        seconds = self._durations(tasks, keys)
-        never = [False] * len(tasks)
-        dropped = faults.happen(fold_in(keys, 4), "drop") if faults else never
-        doubled = faults.happen(fold_in(keys, 4), "duplicate") if faults else never
-        leaving = faults.happen(fold_in(keys, 4), "leave") if faults else never
-        endings = []
-        for j, task in enumerate(tasks):
-            due = max(self.now, self.free_at.get(task.client, 0.0)) + seconds[j]
-            lost = dropped[j] or due > latest
-            endings.append(Ending(min(due, latest), task.number, 0, task.client, lost))
-            if doubled[j] and not lost:
-                endings.append(Ending(due, task.number, 1, task.client, False))
-            self.free_at[task.client] = due + (faults.away_s if faults and leaving[j] else 0.0)
-        return endings
-
-    def _durations(self, tasks: Sequence[Task], keys: Tensor) -> list[float]:
-        delay, stragglers = self.environment.delay, self.environment.stragglers
-        if delay is None:
-            return [0.0] * len(tasks)
-        seconds = delay.seconds(fold_in(keys, 3), [task.client for task in tasks])
-        if stragglers is None:
-            return seconds
-        slowdown = {True: stragglers.slowdown, False: 1.0}
-        return [slowdown[task.client in self.slow] * second for task, second in zip(tasks, seconds, strict=True)]
-
     def _only_summed(self, tasks: Sequence[Task]) -> bool:
         """Whether nobody looks at a single reply of these."""
         some = [task.broadcast for task in tasks[:1]]
-        return all(broadcast.phase.summed and not broadcast.stages for broadcast in some) and not self._corrupts
-
-    @property
-    def _corrupts(self) -> bool:
-        return bool(self.environment.faults and self.environment.faults.corrupt)
-
-    def _arrivals(self, results: Results) -> Iterator[Report]:
-        """Replies as they arrive: some are spoilt, as lying clients would, half not finite, half of another shape."""
-        faults = self.environment.faults
-        if not self._corrupts or faults is None:
-            yield Arrived(results)
-            return
-        keys = fold_in(torch.tensor([task.key for task in results.tasks]), 5)
-        spoilt = faults.happen(keys, "corrupt")
-        values = pytree.tree_map(torch.clone, results.values)
-        floats = [leaf for leaf in pytree.tree_leaves(values) if leaf.is_floating_point()]
-        kept = []
-        for j, misshapen in enumerate((keys % 2 == 0).tolist()):
-            if spoilt[j] and (misshapen or not floats):
-                nothing = pytree.tree_map(lambda t, j=j: t[j].reshape(1, -1)[:, :0], values)
-                yield Arrived(results.chosen([j])._replace(values=nothing))
-                continue
-            if spoilt[j]:
-                for leaf in floats:
-                    leaf[j] = float("nan")
-            kept.append(j)
-        if kept:
-            yield Arrived(results._replace(values=values).chosen(kept))
+        return all(broadcast.phase.summed and not broadcast.stages for broadcast in some) and not self.fates.corrupt
 
     @contextmanager
     def standstill(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from fedbilevel import checks
 from fedbilevel.deploy.flower.wire import WireError, decode, encode, one_line
 from fedbilevel.federation.replies import log
 
+POLL_S = 0.02  # between looks for replies
 NODES_S = 0.5  # between looks for nodes
 MOST_SAMPLES = 2**40  # that a client can say it has
 GONE = (4, 5, 8)  # Flower's codes for a node or its process that died with a message: it can be sent again

@@ -13,27 +13,23 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fedbilevel import checks
 from fedbilevel.deploy.conduct import Conduct
-from fedbilevel.deploy.flower.members import EXPIRED, GONE, Got, Mailbox, Members
-from fedbilevel.deploy.flower.wire import WireError, encode, one_line
+from fedbilevel.deploy.flower.answers import heard_losses, opened
+from fedbilevel.deploy.flower.members import EXPIRED, GONE, POLL_S, Mailbox, Members
+from fedbilevel.deploy.flower.wire import encode
 from fedbilevel.environment import Environment
 from fedbilevel.execution import losses
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.replies import kinds_of, log
-from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
-from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
+from fedbilevel.federation.task import Task
+from fedbilevel.federation.transport import Arrived, Departed, Missed, Report, Transport
 from fedbilevel.problem import Problem
 from fedbilevel.stages import Clip
-from fedbilevel.tree import Tree, nbytes
-
-POLL_S = 0.02  # between looks for replies
+from fedbilevel.tree import Tree
 
 
 def flower_federation(
@@ -117,7 +113,6 @@ class FlowerTransport(Transport):
         if weights == "samples" and self.start_clients < clients:
             raise ValueError(f"start_clients is {self.start_clients}; weights by samples need all {clients} clients")
         self.problem = problem
-        self.dtype = next(iter(problem.x.values())).dtype
         self.clients = clients
         self.environment = environment
         self.table = dict(table)
@@ -256,7 +251,7 @@ class FlowerTransport(Transport):
                 self.members.missing(task.client, flight.node)
             elif reply.code != EXPIRED:
                 self._land(task)
-                yield self._opened(task, reply)
+                yield opened(task, reply, self.problem, self.device)
                 return
             else:
                 flight.due = 0.0
@@ -273,39 +268,6 @@ class FlowerTransport(Transport):
         if self.flights.pop(task.number).posted:
             task.ended = self.now
 
-    def _opened(self, task: Task, reply: Got) -> Report:
-        """A reply as tensors and costs, or why it cannot be read."""
-        try:
-            said = reply.read()
-            if (number := checks.integer("number", said["number"], least=0)) != task.number:
-                raise WireError(f"answers task {number}, was given {task.number}")
-            values = self._tensors(said["values"], task.broadcast)
-            limits = {"least": 0, "most": 2**62}
-            cost = TaskCost(*(checks.integer(name, said["took"][name], **limits) for name in TaskCost._fields))
-        except KeyError as error:
-            return Rejected(task.client, f"the reply has no {error}", task)
-        except (ValueError, TypeError, IndexError) as error:
-            return Rejected(task.client, one_line(error), task)
-        return Arrived(Results([task], [cost], nbytes(values), values))
-
-    def _tensors(self, values: Any, broadcast: Broadcast) -> dict[str, Any]:
-        """The values of a reply as a stack of one."""
-        if not isinstance(values, dict) or not all(isinstance(t, Tensor) for t in pytree.tree_leaves(values)):
-            raise WireError("replied with something else than tensors")
-        if not all(isinstance(name, str) for name in values):
-            raise WireError("replied with a name that is no text")
-        if not broadcast.stages:  # what stages make of a value may have any form
-            self._check_numbers(values)
-        return pytree.tree_map(lambda t: t.to(self.device).unsqueeze(0), values)  # type: ignore[no-any-return]
-
-    def _check_numbers(self, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if not isinstance(value, (Tree, Tensor)):
-                raise WireError("replied with something else than tensors")
-            dtypes = {tensor.dtype for tensor in pytree.tree_leaves(value)}
-            for dtype in dtypes - {self.dtype, torch.float64, torch.float32, torch.int64}:
-                raise WireError(f"replied with {name!r} as {dtype}")
-
     def refused(self, clients: Sequence[int]) -> None:
         for client in clients:
             self.refusals[client] = self.refusals.get(client, 0) + 1
@@ -320,39 +282,14 @@ class FlowerTransport(Transport):
             self._wait(1, ())
         read, share = losses.chosen(self.seed, self.clients)
         content = encode(job=self.job, table=self.table, x=x, y=y, share=share)
-        waiting: dict[int, tuple[str, int]] = {}
-        for client in set(read) & set(self.present):
-            node = self.members.node[client]
-            if pushed := self.mailbox.push(Message(content, node, "evaluate", ttl=self.conduct.deadline_s)):
-                waiting[client] = pushed, node
-        said = self._hear_losses(waiting)
-        for client, (_, node) in waiting.items():
-            log.warning("client %d did not tell its losses in time", client)
-            self.members.missing(client, node)
+        asked = set(read) & set(self.present)
+        said = heard_losses(self.members, self.job, content, asked, self.conduct.deadline_s)
+        if not said:
+            return {"upper_loss": float("nan"), "lower_loss": float("nan")}
         total = sum(self.shares[client] for client in said)
-        means = [sum(self.shares[c] * pair[j] for c, pair in said.items()) / total for j in (0, 1)] if said else []
-        upper, lower = means or (float("nan"), float("nan"))
+        upper = sum(self.shares[client] * pair[0] for client, pair in said.items()) / total
+        lower = sum(self.shares[client] * pair[1] for client, pair in said.items()) / total
         return {"upper_loss": upper, "lower_loss": lower}
-
-    def _hear_losses(self, waiting: dict[int, tuple[str, int]]) -> dict[int, tuple[float, float]]:
-        """The losses of those who answer in time; who has answered or is gone leaves `waiting`."""
-        due = time.monotonic() + self.conduct.deadline_s
-        said: dict[int, tuple[float, float]] = {}
-        while waiting and time.monotonic() < due:
-            for client, (pushed, node) in list(waiting.items()):
-                if (reply := self.mailbox.pull(pushed)) is None:
-                    if self.members.node.get(client) != node:
-                        del waiting[client]
-                    continue
-                del waiting[client]
-                try:
-                    found = reply.read()
-                    said[client] = _loss("upper", found["upper"]), _loss("lower", found["lower"])
-                except (ValueError, TypeError, KeyError) as error:
-                    log.warning("client %d did not tell its losses: %s", client, one_line(error))
-            self.members.look(self.job)
-            time.sleep(POLL_S)
-        return said
 
     def mark(self) -> Any:
         return dict(self.refusals), list(self.aside)
@@ -380,9 +317,3 @@ class FlowerTransport(Transport):
         self.gone = list(tasks.values())
         self.before = snapshot["now"]
         self.began = time.monotonic()
-
-
-def _loss(name: str, value: Any) -> float:
-    if not isinstance(value, float):  # any whole number could be too large for one
-        raise TypeError(f"its {name} loss is {value!r:.40}; it must be a number")
-    return checks.number(f"its {name} loss", value)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel import ranks
 from fedbilevel.devices import constant, sent
 from fedbilevel.execution.draws import SIDES, STAGE_STREAM
-from fedbilevel.execution.features import embeds_beforehand
 from fedbilevel.execution.lift import Lift, lifted, single, stacked
 from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
 from fedbilevel.execution.meter import Meter
-from fedbilevel.execution.stacked.batches import extents, shape
+from fedbilevel.execution.stacked.batches import shape
 from fedbilevel.execution.stacked.graphs import Graphs
 from fedbilevel.execution.stacked.graphs import kinds as input_kinds
+from fedbilevel.execution.stacked.inputs import Inputs, stacked_values
 from fedbilevel.execution.stacked.parts import Parts
 from fedbilevel.execution.stacked.program import Given, StackProgram
-from fedbilevel.execution.stacked.samples import Samples, Source
+from fedbilevel.execution.stacked.samples import Samples
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import wrong_form
 from fedbilevel.federation.task import (
@@ -41,7 +40,7 @@ from fedbilevel.federation.task import (
 from fedbilevel.problem import ClientData, Problem
 from fedbilevel.rng import fold_in
 from fedbilevel.stages import encoded
-from fedbilevel.tree import Tree, nbytes
+from fedbilevel.tree import nbytes
 
 RECORD_FROM = 2  # uses of a task
 STACK_BELOW = 1e7  # operations of a client's largest convolution
@@ -78,13 +77,13 @@ class StackedExecutor:
         self.device = device
         self.memory = memory
         self.on_gpu = device != "cpu"
-        self.dtype = next(iter(problem.x.values())).dtype
         self.memories = Memories(device, memory)
         self.footprints: dict[str, int] = {}  # bytes that a client takes in a stack, by kind of task
         self.held: dict[int, ClientData] = {}  # the data of the clients that are at work
         self.graphs = Graphs()
         self.parts = Parts(problem, self.graphs if self.on_gpu else None, compile)
         self.storage = Samples(problem, self.parts, memory, device)
+        self.inputs = Inputs(problem, self.storage, batch_size, device)
 
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
         self.held = {}
@@ -162,7 +161,8 @@ class StackedExecutor:
         """Run a stack, whose longest tasks come first."""
         broadcast = tasks[0].broadcast
         lengths = [task.steps for task in tasks]
-        given, source = self._inputs(tasks, sums)
+        data = [self.held[task.client] for task in tasks]
+        given, source = self.inputs.gather(tasks, data, [self._recall(task) for task in tasks], sums)
         program = StackProgram(self.parts, broadcast, lift, source.take, shrink=not self.on_gpu)
         replies, (spent, size) = self._recorded(program, given) if self.on_gpu else program(given)
         table = nbytes(source.features) // len(tasks)
@@ -171,59 +171,6 @@ class StackedExecutor:
         if isinstance(replies, Sums):
             return Results(tasks, costs, size, {}, replies)
         return Results(tasks, costs, size, replies)
-
-    def _inputs(self, tasks: list[Task], sums: bool) -> tuple[Given, Source]:
-        """What the program of a stack is given, and where it finds its samples."""
-        broadcast = tasks[0].broadcast
-        phase = broadcast.phase
-        data = [self.held[task.client] for task in tasks]
-        lengths = [task.steps for task in tasks]
-        shared, own = self._messages(tasks)
-        held = extents(data, phase.batch, None if phase.full else self.batch_size, self.device)
-        embed = embeds_beforehand(self.problem, broadcast, self.batch_size)
-        source = self.storage.source(tasks, data, held, lengths[0] * phase.draws, embed)
-        if self.on_gpu:  # a recording holds for all stacks of one longest task
-            lengths = [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1]
-        given = {
-            "shared": shared,
-            "own": own,
-            "memory": _stacked([self._recall(task) for task in tasks], self._stack),
-            "steps": constant(tuple(task.steps for task in tasks), self.device, self.dtype),
-            "weights": self._weights(tasks) if sums else (),
-            "keys": sent([task.key for task in tasks], self.device),
-            "extents": held,
-            "starts": {side: starts for side, (_, starts) in source.pools.items()},
-            "lengths": lengths,
-            "features": source.features,
-            "numbers": constant(tuple(phase.numbers.values()), self.device, self.dtype),
-        }
-        return given, source
-
-    def _messages(self, tasks: list[Task]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What everyone was sent, and what each client alone was, as a stack."""
-        own = _stacked([dict(task.own) for task in tasks], self._stack)
-        places = {broadcast: place for place, broadcast in enumerate(by_broadcast(tasks))}
-        if len(places) > 1:  # not everyone was sent the same
-            messages = _stacked([dict(broadcast.message) for broadcast in places], self._stack)
-            rows = [places[task.broadcast] for task in tasks]
-            return {}, {**pytree.tree_map(lambda t: t[rows], messages), **own}
-        shared = {}
-        for name, value in tasks[0].broadcast.message.items():
-            shared[name] = value if isinstance(value, Tree) else pytree.tree_map_only(float, self._tensor, value)
-        return shared, own
-
-    def _tensor(self, value: Any) -> Tensor:
-        return sent(value, self.device, self.dtype if isinstance(value, float) else None)
-
-    def _stack(self, *values: Any) -> Tensor:
-        return torch.stack([self._tensor(value) for value in values])
-
-    def _weights(self, tasks: list[Task]) -> Tensor | tuple[()]:
-        """With which replies are added up on a GPU; none if they are looked at one by one."""
-        broadcast = tasks[0].broadcast
-        if not self.on_gpu or broadcast.remembers or broadcast.submodel:
-            return ()
-        return constant(tuple(task.weight for task in tasks), self.device, torch.float64)
 
     def _recorded(self, program: StackProgram, given: Given) -> Any:
         """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as of steps."""
@@ -254,7 +201,7 @@ class StackedExecutor:
             return encoded(broadcast.stages, values, kinds, fold_in(key, STAGE_STREAM), memory)
 
         before = [self.memories.get(task.client, {}) for task in results.tasks]
-        memory = _stacked([stage_memory(each) for each in before], self._stack)
+        memory = stacked_values([stage_memory(each) for each in before], self.inputs.tensor)
         keys = sent([task.key for task in results.tasks], self.device)
         payload, kept = lifted(stacked, encode)(results.values, keys, memory)
         if kept:
@@ -287,8 +234,3 @@ class StackedExecutor:
 
     def keep_in(self, folder: Path) -> None:
         self.memories.folder = folder
-
-
-def _stacked(values: list[dict[str, Any]], stack: Callable[..., Tensor]) -> dict[str, Any]:
-    """Values of one form as one, with a leading axis."""
-    return pytree.tree_map(stack, *values) if values[0] else {}

@@ -72,14 +72,11 @@ class StepCall:
 
     def one(self, phase: Phase, *values: Tensor) -> Any:
         """One client."""
-        carry = pytree.tree_unflatten(values[: self.carried], self.form)
-        batch = pytree.tree_unflatten(values[self.carried :], self.batch_form)
-        step = phase.step if self.part == "step" else phase.first
-        stepped = step(carry, self.oracle, batch)
+        stepped = self.one_step(phase, *values)
         return phase.finish(stepped) if self.part == "only" else stepped
 
     def one_step(self, phase: Phase, *values: Tensor) -> Any:
-        """One client's step without the finish that an "only" step ends with."""
+        """One client, without the finish that an "only" step ends with."""
         carry = pytree.tree_unflatten(values[: self.carried], self.form)
         batch = pytree.tree_unflatten(values[self.carried :], self.batch_form)
         step = phase.step if self.part == "step" else phase.first
