@@ -127,7 +127,8 @@ def test_every_method_moves_as_in_simulation(name: str) -> None:
     one, other = real.fed.ledger, pretended.fed.ledger
     assert one.phases == other.phases
     assert (one.refused_replies, one.lost_tasks) == (0, 0)
-    assert real.fed.transport.losses(*real.state[:2]) == pytest.approx(pretended.fed.transport.losses(*pretended.state[:2]), abs=1e-9)
+    told, expected = (run.fed.transport.losses(*run.state[:2]) for run in (real, pretended))
+    assert told == pytest.approx(expected, abs=1e-9)
 
 
 def test_nodes_round_the_backbone_where_the_experiment_says_so() -> None:

@@ -228,5 +228,11 @@ def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
 
 def _plain(settings: Any) -> dict[str, Any]:
     """A dataclass as a table; what is not plain (a schedule, a delay) is told, not stored."""
-    plain = (bool, int, float, str, list, tuple, type(None))
-    return {key: value if isinstance(value, plain) else repr(value) for key, value in vars(settings).items()}
+    plain = (bool, int, float, str, type(None))
+    table: dict[str, Any] = {}
+    for key, value in vars(settings).items():
+        if isinstance(value, (list, tuple)):
+            table[key] = [entry if isinstance(entry, plain) else repr(entry) for entry in value]
+        else:
+            table[key] = value if isinstance(value, plain) else repr(value)
+    return table

@@ -14,8 +14,6 @@ from torch import Tensor
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO, State
-from fedbilevel.execution.reference import ReferenceExecutor
-from fedbilevel.execution.stacked import StackedExecutor
 from fedbilevel.federation import Federation
 from fedbilevel.solve import Run
 
@@ -73,8 +71,13 @@ def uneven(task: fb.tasks.Task) -> fb.tasks.Task:
     return dataclasses.replace(task, clients=clients)
 
 
-def check_converges(algorithm: Algorithm, rounds: int, tolerance: float = 1e-6, goal: Any = None) -> None:
-    """On heterogeneous clients, full batches, everyone: to grad Phi = 0, or to a biased method's own `goal`."""
+def check_converges(
+    algorithm: Algorithm, rounds: int, tolerance: float = 1e-6, goal: Any = None, federate: Any = None
+) -> None:
+    """On heterogeneous clients, full batches, everyone: to grad Phi = 0, or to a biased method's own `goal`.
+
+    federate: makes the federation of a problem and its clients; by default it is a simulated one.
+    """
     task = quadratic(algorithm.name, clients=5, condition=3.0, heterogeneity=1.0, seed=3)
     start, truth = task.problem.x, task.x_star()
     pooled = dataclasses.replace(task.problem, lower_level="shared")
@@ -82,7 +85,9 @@ def check_converges(algorithm: Algorithm, rounds: int, tolerance: float = 1e-6, 
     slope = task.gradient(start)["x"].norm()
     assert slope > 0.1, "the fixture is flat: it would accept any algorithm"
     assert local.min() > 0.1, "the fixture's clients agree: it would accept a method that averages local solutions"
-    result = fb.solve(task.problem, task.clients, algorithm, rounds=rounds, evaluate=task.evaluate, every=rounds)
+    federation = federate and federate(task.problem, task.clients)
+    options: dict[str, Any] = {"evaluate": task.evaluate, "every": rounds, "federation": federation}
+    result = fb.solve(task.problem, task.clients, algorithm, rounds=rounds, **options)
     assert result.status == "completed"
     y = None
     if goal is None:
@@ -152,30 +157,6 @@ class FirstClientOnly(SimFBO):
 def test_the_suite_refuses_broken_algorithms(broken: type[SimFBO]) -> None:
     with pytest.raises(AssertionError):
         check_converges(broken(**case("simfbo").settings), case("simfbo").rounds)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_stacks_and_chunks_agree_with_the_reference_executor(name: str) -> None:
-    """mode="loop" is the reference executor, which runs every phase as it is written: no vmap, no trace, no chunks.
-
-    The stacked executor must give its states and its costs, with everyone in one stack and with stacks of one client.
-    """
-    task = uneven(quadratic(name, clients=7, samples=6, noise=0.5, seed=1))
-    options = {
-        "environment": {"participation": 5, "local_steps": (1, 4), "batch_size": 3},
-        "weights": "samples",
-        "seed": 2,
-    }
-    whole = iterate(task, build(name), 5, **options)
-    one_at_a_time = iterate(task, build(name), 5, memory=1, **options)
-    reference = iterate(task, build(name), 5, mode="loop", **options)
-    assert isinstance(reference.fed.transport.executor, ReferenceExecutor)
-    assert isinstance(whole.fed.transport.executor, StackedExecutor)
-    assert moved(reference).norm() > 1e-3
-    for other in (whole, one_at_a_time):
-        assert other.fed.ledger.phases == reference.fed.ledger.phases
-        for ours, theirs in zip(tensors(other.state), tensors(reference.state), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
 def moved(run: Run) -> Tensor:

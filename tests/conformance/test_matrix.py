@@ -1,0 +1,91 @@
+"""The same numbers everywhere: every method on every executor and transport that this process can hold.
+
+The reference executor on the virtual clock is the truth. Ranks are in tests/test_ranks.py, real nodes in
+tests/test_flower.py, GPUs in tests/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fedbilevel as fb
+from fedbilevel.execution.reference import ReferenceExecutor
+from fedbilevel.execution.stacked import StackedExecutor
+from fedbilevel.federation import Federation
+from fedbilevel.solve import Run
+
+from ..architecture import names as architecture
+from .test_conformance import NAMES, build, case, check_converges, moved, quadratic, tensors, uneven
+
+ITERATIONS = 4
+OPTIONS: dict[str, Any] = {"weights": "samples", "seed": 2}
+COHORTS = fb.Environment(participation=5, local_steps=(1, 4), batch_size=3)
+# Draws are keyed by the number of a task. On threads and without a barrier that depends on who is first, so that methods
+# that post are compared there without draws; everyone is waited for.
+EVERYONE = fb.Environment(local_steps=(1, 4), batch_size=3)
+WITHOUT_DRAWS = fb.Environment(local_steps=3)
+POSTING = ("afbo", "afl", "adbo")
+
+
+def on_the_virtual_clock(task: fb.tasks.Task, environment: fb.Environment, **options: Any) -> Federation:
+    return fb.simulated_federation(task.problem, task.clients, environment, **OPTIONS, **options)
+
+
+def on_threads(task: fb.tasks.Task, environment: fb.Environment, kind: Any) -> Federation:
+    """The transport of docs/architecture.md, with its weights and its executor replaced."""
+    fed: Federation = architecture()["on_threads"](task.problem, task.clients, environment, seed=OPTIONS["seed"])
+    sizes = [client.size("train") for client in task.clients]
+    fed.assigner.weights = lambda: [size / sum(sizes) for size in sizes]
+    fed.transport.executor = kind(task.problem, task.clients, environment.batch_size)  # type: ignore[attr-defined]
+    return fed
+
+
+def run(name: str, fed: Federation) -> Run:
+    found = Run(build(name), fed, {})
+    for _ in range(ITERATIONS):
+        found.advance()
+    return found
+
+
+def agree(other: Run, truth: Run, but_idle: bool = False) -> None:
+    """but_idle: compare x and y alone; who is idle is in the state of methods that post, in the order of arrival."""
+    assert other.fed.ledger.phases == truth.fed.ledger.phases
+    both = [(found.state.x, found.state.y) if but_idle else found.state for found in (other, truth)]
+    for ours, theirs in zip(*map(tensors, both), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stacks_and_chunks_give_the_numbers_of_the_reference(name: str) -> None:
+    task = uneven(quadratic(name, clients=7, samples=6, noise=0.5, seed=1))
+    truth = run(name, on_the_virtual_clock(task, COHORTS, mode="loop"))
+    assert isinstance(truth.fed.transport.executor, ReferenceExecutor)  # type: ignore[attr-defined]
+    assert moved(truth).norm() > 1e-3
+    agree(run(name, on_the_virtual_clock(task, COHORTS)), truth)
+    agree(run(name, on_the_virtual_clock(task, COHORTS, memory=1)), truth)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_transport_gives_the_numbers_of_the_virtual_clock(name: str) -> None:
+    task = uneven(quadratic(name, clients=4, samples=6, noise=0.5, seed=1))
+    posts = name in POSTING
+    environment = WITHOUT_DRAWS if posts else EVERYONE
+    truth = run(name, on_the_virtual_clock(task, environment, mode="loop"))
+    assert moved(truth).norm() > 1e-3
+    agree(run(name, on_threads(task, environment, ReferenceExecutor)), truth, but_idle=posts)
+
+
+@pytest.mark.parametrize("name", ["simfbo", "afbo"])
+def test_a_stacked_executor_serves_another_transport(name: str) -> None:
+    task = quadratic(name, clients=3, samples=6, noise=0.5, seed=1)
+    truth = run(name, on_the_virtual_clock(task, WITHOUT_DRAWS, mode="loop"))
+    agree(run(name, on_threads(task, WITHOUT_DRAWS, StackedExecutor)), truth, but_idle=True)
+
+
+@pytest.mark.parametrize("name", ["simfbo", "afbo"])
+def test_methods_converge_on_the_transport_of_the_documentation(name: str) -> None:
+    mine = case(name)
+    check_converges(build(name), mine.rounds, mine.tolerance, federate=architecture()["on_threads"])

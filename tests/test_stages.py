@@ -1,0 +1,216 @@
+"""Stages: what messages and replies go through, on every executor, and the one of the documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fedbilevel as fb
+from fedbilevel.rng import uniform
+from fedbilevel.runs import config as configs
+from fedbilevel.solve import Run
+from fedbilevel.stages import Clip, Half, Stage
+from fedbilevel.tree import Tree, norm
+
+from .architecture import names as architecture
+from .architecture import snippets
+
+
+def task(**options: Any) -> fb.tasks.Task:
+    return fb.tasks.load("quadratic", clients=4, dim_x=3, dim_y=5, **options)
+
+
+def run(stages: list[Stage], iterations: int = 5, mode: Any = "stack", method: str = "simfbo", **options: Any) -> Run:
+    problem = task()
+    environment = fb.Environment(stages=stages, **options)
+    fed = fb.simulated_federation(problem.problem, problem.clients, environment, mode=mode, seed=3)
+    found = Run(fb.algorithms.get(method)(), fed, {})
+    for _ in range(iterations):
+        found.advance()
+    return found
+
+
+def same(ours: Run, theirs: Run, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(ours.state.x["x"], theirs.state.x["x"], rtol=0, atol=atol)
+    torch.testing.assert_close(ours.state.y["y"], theirs.state.y["y"], rtol=0, atol=atol)
+
+
+class Dithered(Stage):
+    """Adds keyed noise, and counts its uses in a memory."""
+
+    remembers = True
+
+    def encode(self, value: Tree, key: Tensor, memory: Any) -> tuple[Any, Any]:
+        count = memory["count"] + 1 if memory else torch.ones((), dtype=torch.float64)
+        noisy = value.map(lambda t: t + uniform(key, t.shape, t.dtype) * count)
+        return noisy, {"count": count}
+
+
+@settings(deadline=None)
+@given(st.floats(1e-3, 1e3), st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5))
+def test_clip_shortens_what_is_longer_and_leaves_the_rest(bound: float, entries: list[float]) -> None:
+    value = Tree({"a": torch.tensor(entries, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)})
+    clipped = Clip(norm=bound).decode(value, value)
+    assert norm(clipped) <= bound * (1 + 1e-12)
+    scale = min(1.0, bound / float(norm(value)))
+    torch.testing.assert_close(clipped["a"], scale * value["a"])
+
+
+def test_clipping_is_by_reply_before_the_mean() -> None:
+    """By hand: one step of SimFBO on y."""
+    problem = task().problem
+    clients = task().clients
+    first = run([Clip(norm=0.1, values=("qy",))], 1)
+    server_lr = fb.algorithms.SimFBO().server_lr_y
+    start = problem.start[1]["y"]
+    moved = torch.zeros_like(start)
+    for client in clients:
+        gradient = torch.func.grad(lambda y, c=client: problem.lower(problem.start[0], {"y": y}, c.train, ()))(start)
+        assert gradient.norm() > 0.1, "nothing would be clipped"
+        moved += gradient * min(1.0, 0.1 / float(gradient.norm())) / len(clients)
+    torch.testing.assert_close(first.state.y["y"], start - server_lr * moved, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+def test_bytes_are_counted_after_coding(mode: str) -> None:
+    plain = run([], mode=mode).fed.ledger.totals()
+    down = run([Half()], mode=mode).fed.ledger.totals()
+    up = run([Half(direction="up", values=("qx",))], mode=mode).fed.ledger.totals()
+    assert (down["bytes_down"], down["bytes_up"]) == (plain["bytes_down"] // 4, plain["bytes_up"])
+    assert up["bytes_up"] == plain["bytes_up"] - 5 * 4 * 3 * (8 - 2)
+
+
+def test_half_precision_rounds_what_clients_are_sent() -> None:
+    ours, exact = run([Half()], 5), run([], 5)
+    assert 0 < (ours.state.x["x"] - exact.state.x["x"]).norm() < 1e-2
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [[Clip(norm=0.3)], [Half(), Half(direction="up")], [Dithered()], [Dithered(), Clip(norm=0.5)]],
+    ids=lambda stages: "+".join(type(stage).__name__ for stage in stages),
+)
+@pytest.mark.parametrize("options", [{}, {"participation": 2, "local_steps": (1, 3)}], ids=["everyone", "cohorts"])
+def test_executors_agree(stages: list[Stage], options: dict[str, Any]) -> None:
+    stacked, reference = run(stages, **options), run(stages, mode="loop", **options)
+    same(stacked, reference)
+    assert stacked.fed.ledger.totals() == reference.fed.ledger.totals()
+    with pytest.raises(AssertionError):
+        same(stacked, run([], **options))
+
+
+def test_stages_go_with_posted_tasks_and_lost_ones() -> None:
+    faults = fb.delays.Faults(drop=0.2)
+    options: dict[str, Any] = {"participation": 2, "delay": fb.delays.LogNormal(), "faults": faults}
+    ours, theirs = (run([Dithered()], 12, mode, "afbo", **options) for mode in ("stack", "loop"))
+    same(ours, theirs)
+    assert ours.fed.ledger.lost_tasks > 0
+
+
+def test_what_a_stage_remembers_is_resumed(tmp_path: Path) -> None:
+    problem = task()
+    environment = fb.Environment(participation=2, stages=[Dithered()])
+
+    def solve(rounds: int, folder: str, resume: bool = False) -> fb.Result:
+        return fb.solve(
+            problem.problem,
+            problem.clients,
+            "fedbioacc",  # whose phases remember too
+            rounds=rounds,
+            environment=environment,
+            out=tmp_path / folder,
+            resume=resume,
+        )
+
+    solve(5, "stopped")
+    resumed, whole = solve(13, "stopped", resume=True), solve(13, "whole")
+    assert torch.equal(resumed.x["x"], whole.x["x"])
+
+
+def test_submodels_go_through_stages() -> None:
+    net = fb.tasks.load("loss-tuning", data="digits", clients=4, samples=80, model="mlp", seed=1)
+    found = []
+    for mode in ("stack", "loop"):
+        environment = fb.Environment(batch_size=8, capacity=[1.0, 0.5], stages=[Half(), Clip(norm=0.05)])
+        fed = fb.simulated_federation(net.problem, net.clients, environment, mode=mode)  # type: ignore[arg-type]
+        found.append(fb.solve(net.problem, net.clients, "static", rounds=3, federation=fed))
+    for name in found[0].y:
+        torch.testing.assert_close(found[0].y[name], found[1].y[name])
+
+
+def test_in_an_experiment_a_stage_is_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('task = "quadratic"\n[environment]\nstages = [{stage = "clip", norm = 2}, {stage = "half"}]\n')
+    config = configs.resolve(*configs.read(str(path)))
+    assert config.environment.stages == (Clip(norm=2.0), Half())
+    again = configs.resolve("resolved", config.table)
+    assert again.environment == config.environment
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ('[{stage = "clip"}]', "environment.stages[0].norm is missing"),
+        ('[{stage = "clip", norm = 0}]', "environment.stages[0].norm is 0; it must be above 0"),
+        ('[{stage = "half", direction = "left"}]', "it must be one of 'up', 'down'"),
+        ('[{stage = "zip"}]', "a table must have stage = 'clip' or 'half'"),
+        ('"clip"', "it must be a list of tables"),
+    ],
+)
+def test_a_wrong_stage_is_refused_in_one_sentence(stages: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'task = "quadratic"\n[environment]\nstages = {stages}\n')
+    with pytest.raises(configs.ConfigError) as error:
+        configs.resolve(*configs.read(str(path)))
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_list_of_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"stages is .*; it must be a list of stages"):
+        fb.Environment(stages=["clip"])  # type: ignore[arg-type]
+
+
+# What docs/architecture.md shows
+
+
+def lines(snippet: str, start: str, end: str) -> int:
+    whole = snippet[snippet.index(start) : snippet.index(end)]
+    return len([line for line in whole.splitlines() if line.strip()])
+
+
+def test_the_documented_pieces_are_short() -> None:
+    stage, transport = snippets()
+    assert lines(stage, "class Sign", "task = ") < 30
+    assert lines(transport, "import time", "federation = ") < 60
+
+
+def sign() -> Any:
+    return architecture()["Sign"]()
+
+
+def test_sign_compression_sends_a_bit_per_number() -> None:
+    plain, compressed = run([]).fed.ledger.totals(), run([sign()]).fed.ledger.totals()
+    floats = 5 * 4 * (3 + 5 + 5)
+    assert plain["bytes_up"] == 8 * floats
+    assert compressed["bytes_up"] == 5 * 4 * 3 * (1 + 8)  # three tensors of at most eight numbers, and their scales
+
+
+def test_sign_compression_agrees_on_executors_and_remembers_its_errors() -> None:
+    same(run([sign()], 20), run([sign()], 20, mode="loop"))
+    value = Tree({"y": torch.tensor([3.0, 1.0, -2.0], dtype=torch.float64)})
+    payload, error = sign().encode(value, torch.tensor(0), ())
+    decoded = sign().decode(payload, value)
+    torch.testing.assert_close(decoded["y"], torch.tensor([2.0, 2.0, -2.0], dtype=torch.float64))
+    torch.testing.assert_close((decoded + error)["y"], value["y"])
+
+
+def test_with_sign_compression_simfbo_still_comes_close() -> None:
+    found = architecture()["compressed"].history
+    assert found[-1]["hypergradient_norm"] < 0.2 * found[0]["hypergradient_norm"]
