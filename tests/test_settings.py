@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import fedbilevel as fb
 from fedbilevel import algorithms, delays, schedules, settings
-from fedbilevel.federation.conduct import Conduct
+from fedbilevel.deploy.conduct import Conduct
 from fedbilevel.runs import config as configs
 from fedbilevel.schedules import Cosine, Power, Step
 from fedbilevel.settings import (

@@ -23,8 +23,8 @@ from .test_conformance import NAMES, build, case, check_converges, moved, quadra
 ITERATIONS = 4
 OPTIONS: dict[str, Any] = {"weights": "samples", "seed": 2}
 COHORTS = fb.Environment(participation=5, local_steps=(1, 4), batch_size=3)
-# Draws are keyed by the number of a task. On threads and without a barrier that depends on who is first, so that methods
-# that post are compared there without draws; everyone is waited for.
+# Draws are keyed by the number of a task. On threads and without a barrier that depends on who is first: methods that
+# post are compared there without draws, and everyone is waited for.
 EVERYONE = fb.Environment(local_steps=(1, 4), batch_size=3)
 WITHOUT_DRAWS = fb.Environment(local_steps=3)
 POSTING = ("afbo", "afl", "adbo")

@@ -242,7 +242,7 @@ class AFBO(Algorithm):
         if self.memory == "client" and any(stage.direction == "up" for stage in environment.stages):
             raise ValueError(
                 "memory is 'client' and stages change replies on their way: clients would remember what the server "
-                "never took; memory must be 'server', or there must be no stages on the way up (conduct.norm_bound is one)"
+                "never took; memory must be 'server', or no stage may be on the way up (conduct.norm_bound is one)"
             )
 
     def init(self, problem: Problem) -> State:
