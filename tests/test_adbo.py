@@ -140,7 +140,7 @@ def test_a_step_uses_the_multipliers_of_its_task() -> None:
     conditions = {"participation": 2, "delay": fb.delays.Constant(1.0), "stragglers": fb.delays.Stragglers(1, 3.5)}
     here = run(of, ADBO(**SETTINGS | {"plane_every": 100}), 1, **conditions)
     here.state = here.state._replace(lam=torch.ones(1, dtype=torch.float64))
-    (late,) = here.fed.transport.slow
+    (late,) = here.fed.transport.fates.slow
     here.advance()
     sent = here.state.clients[late]
     for _ in range(3):

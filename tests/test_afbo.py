@@ -115,11 +115,10 @@ def test_a_number_is_not_used_twice(task: Any) -> None:
     other = advance(task, AFBO(**STEPS), 3)
     run.fed.transport.executor.memories.clear()
     for here in (run, other):
-        clock = here.fed.transport
-        clock.environment = dataclasses.replace(clock.environment, faults=Faults(drop=0.9))
+        here.fed.transport.fates.faults = Faults(drop=0.9)
         here.advance()
         assert here.fed.ledger.lost_tasks > 0
-        clock.environment = dataclasses.replace(clock.environment, faults=None)
+        here.fed.transport.fates.faults = None
         for _ in range(3):
             here.advance()
     latest, truth = Latest(*run.state.latest), Latest(*other.state.latest)

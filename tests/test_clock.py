@@ -149,7 +149,7 @@ def test_stack_loop_and_any_number_ahead_agree(changes: dict[str, Any], monkeypa
 def test_times_and_staleness_by_hand() -> None:
     """Two clients take 2 s, one takes 10 s; one arrival an iteration, and who is idle gets the next task at once."""
     fed = federation(environment={"delay": Constant(2.0), "stragglers": Stragglers(1, 5.0)})
-    (slow,) = fed.transport.slow
+    (slow,) = fed.transport.fates.slow
     a, b = (i for i in range(3) if i != slow)
     post(fed, [a, b, slow], 0.0)
     seen = []
@@ -219,7 +219,7 @@ def test_replies_that_wait_come_back_as_they_were(clients: int) -> None:
 
 def test_an_ask_takes_as_long_as_its_slowest_client() -> None:
     fed = federation(environment={"delay": Constant(2.0), "stragglers": Stragglers(1, 5.0)})
-    (slow,) = fed.transport.slow
+    (slow,) = fed.transport.fates.slow
     quick = (slow + 1) % 3
     for clients, now in (([quick], 2.0), ([0, 1, 2], 12.0), ([quick, quick], 16.0)):
         ask(fed, clients, 1.0)
@@ -239,7 +239,7 @@ def test_an_ask_waits_for_what_its_client_does_and_leaves_its_reply() -> None:
 def test_a_deadline_ends_an_ask_and_only_an_ask() -> None:
     environment = {"delay": Constant(2.0), "stragglers": Stragglers(1, 5.0), "deadline": 3.0}
     fed = federation(environment=environment)
-    (slow,) = fed.transport.slow
+    (slow,) = fed.transport.fates.slow
     r = ask(fed, range(3), 1.0)
     assert (fed.now, len(r), fed.ledger.lost_tasks) == (3.0, 2, 1)
     assert slow not in [reply.client for reply in r]
@@ -355,7 +355,7 @@ def test_stragglers_are_so_many_and_the_same_throughout(n: int, seed: int, data:
         took = {ending.client: ending.due - before for ending in fed.transport.endings}
         slow = {client for client, seconds in took.items() if seconds == 7.0}
         assert {client for client, seconds in took.items() if seconds == 1.0} == set(range(n)) - slow
-        assert slow == fed.transport.slow
+        assert slow == fed.transport.fates.slow
         assert len(slow) == k
         fed.collect(n)
     assert fed.now == 21.0

@@ -37,7 +37,7 @@ METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(nam
 def imitate_gpu(fed: Federation) -> None:
     """Stacks of one size, pooled samples, and replies that are added up where they are computed."""
     executor = fed.transport.executor
-    executor.on_gpu = executor.storage.on_gpu = True
+    executor.on_gpu = executor.storage.on_gpu = executor.inputs.on_gpu = True
     executor.parts.graphs = executor.graphs
 
 

@@ -322,7 +322,7 @@ def imported(what: str, name: str) -> Callable[..., Any]:
 
 
 def _environment_table(environment: Environment) -> Table:
-    table = {key: value for key, value in _written(environment).items() if value is not None}
+    table = {key: value for key, value in _written(environment).items() if value not in (None, ())}
     if isinstance(environment.local_steps, list):
         table["local_steps"] = {"clients": environment.local_steps}
     return {**table, "batch_size": environment.batch_size or "full"}
