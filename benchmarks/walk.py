@@ -53,7 +53,7 @@ def simulated(mode: str) -> list[str]:
 
 
 def on_a_node() -> list[str]:
-    """From the function that Flower calls with a task."""
+    """From the worker of a node; above it are two frames that take Flower's call and decode its message."""
     from fedbilevel.deploy.flower.client import Node, Worker
     from fedbilevel.runs import config as configs
 

@@ -72,14 +72,14 @@ def _content(header: Any, **arrays: Any) -> RecordDict:
     return RecordDict({"tensors": ArrayRecord(arrays), "header": ConfigRecord({"json": text})})
 
 
-GOOD = {"version": 1, "tensors": [["float32", [2]]], "values": {"dict": [["x", {"tensor": "0"}]]}}
+GOOD = {"version": 2, "tensors": [["float32", [2]]], "values": {"dict": [["x", {"tensor": "0"}]]}}
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
         (_content("{"), "cannot be read"),
-        (_content({**GOOD, "version": 2}, float32=Array(np.zeros(2, "f4"))), "version 2"),
+        (_content({**GOOD, "version": 1}, float32=Array(np.zeros(2, "f4"))), "version 1; this side speaks 2"),
         (_content(GOOD), "cannot be read"),
         (_content(GOOD, float32=Array(np.zeros(1, "f4"))), "more float32 numbers than there are"),
         (_content(GOOD, float32=Array(np.zeros(3, "f4"))), "does not tell of"),
@@ -87,7 +87,7 @@ GOOD = {"version": 1, "tensors": [["float32", [2]]], "values": {"dict": [["x", {
         (_content(GOOD, float32=Array("float32", (2,), "numpy.ndarray", b"\x80\x04N.")), "cannot be read"),
         (_content({**GOOD, "tensors": [["float32", [-2]]]}, float32=Array(np.zeros(2, "f4"))), "shape"),
         (_content(GOOD, object=Array(np.zeros(2, "f4"))), "array of 'object'"),
-        (_content('{"version":1,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"), "RecursionError"),
+        (_content('{"version":2,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"), "RecursionError"),
         (_content({**GOOD, "tensors": [], "values": 3}), "names no values"),
         (_content(" " * (2**20 + 1)), "at most"),
         (RecordDict({"a": ConfigRecord({})}), "other records"),
@@ -252,6 +252,28 @@ def test_a_lie_is_refused_counted_and_named(norm_bound: float | None, change: An
     assert why in lines[0]
     assert "\n" not in lines[0]
     assert fed.ledger.lost_tasks == 0
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"x": torch.zeros(3, dtype=torch.float64)},
+        [torch.zeros(3, dtype=torch.float64)],
+        {"x": {"z": torch.zeros(3, dtype=torch.float64)}},
+    ],
+    ids=["a dict", "a list", "a nest"],
+)
+@pytest.mark.parametrize("values", [(), ("qy",)], ids=["clipped", "not clipped"])
+def test_a_lie_behind_a_stage_is_the_liars_alone(lie: Any, values: tuple[str, ...], caplog: Any) -> None:
+    """A stage may make any form of a value: what it does not undo is refused, and nobody else's reply with it."""
+    grid = Grid(4)
+    grid.odd[100] = _with(_values(qx=lie))
+    clip = {"stage": "clip", "norm": 1e6, "values": list(values)}
+    fed, run = federation(grid, config({**TABLE, "environment": {**TABLE.get("environment", {}), "stages": [clip]}}))
+    for _ in range(4):
+        run.advance()
+    assert (fed.ledger.refused_replies, fed.transport.aside) == (3, [0])
+    assert sum("refused, client 0" in line.message for line in caplog.records) == 3
 
 
 def test_a_reply_beyond_norm_bound_is_clipped_to_it() -> None:

@@ -26,6 +26,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "each reply": (fb.algorithms.get("fednest")(), {"participation": 5}),
     "one client, one rank without any": (fb.algorithms.ShroFBO(), {"participation": 1}),
     "remembers": (fb.algorithms.get("fedbioacc")(), {"participation": 4}),
+    "remembers, and some are lost": (
+        fb.algorithms.get("fedbioacc")(),
+        {"participation": 6, "faults": Faults(drop=0.3)},
+    ),
     "no barrier": (fb.algorithms.AFBO(), {"participation": 2, "delay": LogNormal()}),
     "no barrier, remembers": (fb.algorithms.AFBO(memory="client"), {"participation": 2, "delay": LogNormal()}),
     "lies, losses and a deadline": (

@@ -98,6 +98,31 @@ def test_an_interrupted_iteration_leaves_no_trace(task: Any) -> None:
     assert stopped.fed.ledger.phases == whole.fed.ledger.phases
 
 
+def test_an_interrupt_after_the_last_exchange_leaves_no_trace_either(task: Any) -> None:
+    """The state is assigned, the iteration is not counted: both go back."""
+    environment = fb.Environment(participation=2, batch_size=2)
+
+    def run() -> Run:
+        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        return Run(fb.algorithms.SimFBO(), fed, {"rounds": 6})
+
+    whole, stopped = run(), run()
+    list(whole)
+    settle = stopped.fed.settle
+
+    def interrupt() -> None:
+        settle()
+        if stopped.fed.iteration == 4 and not stopped.reason:
+            raise KeyboardInterrupt
+
+    stopped.fed.settle = interrupt  # type: ignore[method-assign]
+    list(stopped)
+    assert (stopped.status, stopped.fed.iteration, stopped.fed.ledger.rounds) == ("interrupted", 3, 3)
+    stopped.status = "completed"
+    list(stopped)
+    assert torch.equal(stopped.state.x["x"], whole.state.x["x"])
+
+
 def classifier() -> fb.Problem:
     def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(torch.tanh(batch[0] @ x["w"]) @ y["v"], batch[1]) + 0.1 * (y["v"] ** 2).sum()

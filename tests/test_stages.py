@@ -177,6 +177,48 @@ def test_a_list_of_something_else_is_refused() -> None:
         fb.Environment(stages=["clip"])  # type: ignore[arg-type]
 
 
+def test_a_stage_remembers_each_value_by_itself_across_phases() -> None:
+    """FedBiOAcc replies with (dx, dy, dz) and then with (dmx, dmy, dmz): neither forgets for the other."""
+    for mode in ("stack", "loop"):
+        found = run([Dithered()], 3, mode, "fedbioacc")
+        memory = found.fed.transport.executor.memories[0]["stages "]  # type: ignore[attr-defined]
+        counts = {name.split()[1]: float(kept["count"]) for name, kept in memory.items()}
+        assert counts == {"mx": 1, "my": 1, "mz": 1, **dict.fromkeys(("dx", "dy", "dz", "dmx", "dmy", "dmz"), 3)}
+
+
+def test_stages_are_undone_backwards() -> None:
+    """A clip that stands first sees what the others have decoded."""
+    ours = run([Clip(norm=0.1), Half(direction="up")], 1)
+    bound, rounded = run([Clip(norm=0.1)], 1), run([Half(direction="up")], 1)
+    torch.testing.assert_close(ours.state.y["y"], bound.state.y["y"], rtol=0, atol=1e-3)
+    assert (ours.state.y["y"] - rounded.state.y["y"]).norm() > 1e-2
+
+
+def test_a_stage_leaves_scalars_alone() -> None:
+    assert not Clip(norm=1.0, values=("count",)).applies("count", "scalar")
+    assert Clip(norm=1.0, values=("ticket",)).applies("ticket", {"base": ()})
+    assert not Clip(norm=1.0).applies("ticket", {"base": ()})
+
+
+def test_a_stage_that_remembers_is_refused_on_submodels() -> None:
+    with pytest.raises(ValueError, match=r"remembers, and capacity is 0\.5"):
+        fb.Environment(capacity=0.5, stages=[Dithered()])
+
+
+def test_draws_on_the_way_down_differ_between_rounds() -> None:
+    seen: list[float] = []
+
+    class Noise(Stage):
+        direction: Any = "down"
+
+        def encode(self, value: Tree, key: Tensor, memory: Any) -> tuple[Any, Any]:
+            seen.append(float(uniform(key, ())))
+            return value, memory
+
+    run([Noise()], 3)
+    assert len(set(seen)) == len(seen) == 9
+
+
 # What docs/architecture.md shows
 
 
@@ -214,3 +256,15 @@ def test_sign_compression_agrees_on_executors_and_remembers_its_errors() -> None
 def test_with_sign_compression_simfbo_still_comes_close() -> None:
     found = architecture()["compressed"].history
     assert found[-1]["hypergradient_norm"] < 0.2 * found[0]["hypergradient_norm"]
+
+
+def test_replies_that_wait_are_saved_as_they_travel(tmp_path: Path) -> None:
+    problem = task()
+    environment = fb.Environment(participation=2, stages=[sign()])
+
+    def solve(rounds: int, folder: str, resume: bool = False) -> fb.Result:
+        options: dict[str, Any] = {"environment": environment, "out": tmp_path / folder, "resume": resume}
+        return fb.solve(problem.problem, problem.clients, "afbo", rounds=rounds, **options)
+
+    solve(3, "stopped")
+    assert torch.equal(solve(9, "stopped", resume=True).x["x"], solve(9, "whole").x["x"])

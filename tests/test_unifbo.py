@@ -12,9 +12,9 @@ from fedbilevel import ranks
 from fedbilevel.algorithms import UniFBO
 from fedbilevel.algorithms.unifbo import wide
 from fedbilevel.delays import Constant, Faults, LogNormal, Stragglers
+from fedbilevel.execution.ranked import RankedExecutor
 from fedbilevel.federation import Reply
 from fedbilevel.solve import Run
-from fedbilevel.transports.ranked import RankedExecutor
 from fedbilevel.tree import flatten
 
 STEPS = {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5}

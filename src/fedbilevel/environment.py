@@ -97,6 +97,12 @@ class Environment:
 
     def __post_init__(self) -> None:
         settings.check(self)
+        for stage in self.stages:
+            if stage.remembers and self.submodels:
+                raise ValueError(
+                    f"stages holds {stage}, which remembers, and capacity is {self.capacity}; what it remembers would "
+                    "belong to other units of the next submodel: capacity must be 1"
+                )
         if self.delay is None:
             self._check_without_delay()
 

@@ -10,12 +10,12 @@ from fedbilevel import checks, devices, ranks
 from fedbilevel.environment import Environment
 from fedbilevel.execution.executor import Executor
 from fedbilevel.execution.losses import Losses
+from fedbilevel.execution.ranked import RankedExecutor
 from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.execution.stacked import StackedExecutor
 from fedbilevel.federation import Federation
 from fedbilevel.federation.task import on_client
 from fedbilevel.problem import ClientData, Problem, client_weights
-from fedbilevel.transports.ranked import RankedExecutor
 from fedbilevel.transports.virtual import VirtualClock
 from fedbilevel.tree import Tree
 

@@ -92,7 +92,7 @@ class Run:
         if not self.history:
             yield self._measure()
         while self.status == "completed" and not self._finished():
-            before, spent = self.fed.mark(), self.spent()
+            before, spent, state = self.fed.mark(), self.spent(), self.state
             try:
                 self.advance()
                 if self._finished() or self._due(spent):
@@ -102,6 +102,7 @@ class Run:
                 self.status, self.reason = "diverged", str(error)
             except KeyboardInterrupt:
                 self.fed.back(before)  # the iteration under way leaves no trace, so that going on repeats it
+                self.state = state
                 self.status, self.reason = "interrupted", f"interrupted in round {self.fed.ledger.rounds + 1}"
                 return
             if self.status == "diverged" or self._finished() or self._due(spent):

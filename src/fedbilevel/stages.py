@@ -20,12 +20,14 @@ class Stage(FrozenDataclass):
     """One thing that happens to a value on its way: `encode` at the sender, `decode` at the receiver.
 
     Written for one message and pure, so that a stack of replies can go through it at once. What `encode` returns is
-    what travels and what is counted in bytes. A subclass with a `name` can be named in an experiment.
+    what travels and what is counted in bytes. A list of stages is encoded from its first to its last and decoded
+    backwards: a stage sees what those before it in the list have made. A subclass with a `name` can be named in an
+    experiment.
 
     Attributes:
         remembers: whether the stage keeps a memory with each client, by the value's name (replies only).
         direction: "up" for replies, "down" for what the server sends to everyone.
-        values: the names of the values it applies to; none: all that are shaped like x or y.
+        values: the names of the trees it applies to; none: all that are shaped like x or y.
     """
 
     name: ClassVar[str]
@@ -41,7 +43,9 @@ class Stage(FrozenDataclass):
 
     def applies(self, name: str, kind: Any) -> bool:
         """Whether a value of this name, shaped like `kind`, goes through the stage."""
-        return name in self.values if self.values else kind in ("x", "y")
+        if self.values:
+            return name in self.values and kind != "scalar"
+        return kind in ("x", "y")
 
     def encode(self, value: Tree, key: Tensor, memory: Any) -> tuple[Any, Any]:
         """What travels instead of `value`, and the memory for the next time; `memory` is () the first time."""
@@ -95,7 +99,7 @@ def encoded(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values as they travel, and the stages' new memories; `kinds` says what each value is shaped like."""
     sent = dict(values)
-    kept: dict[str, Any] = {}
+    kept = dict(memory)  # what other phases' values have left stays
     for position, (name, kind) in enumerate(kinds.items()):
         for place, stage in enumerate(stages):
             if stage.applies(name, kind):

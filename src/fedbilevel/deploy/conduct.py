@@ -12,8 +12,8 @@ from fedbilevel.settings import Count, Positive
 class Conduct:
     """How the server deals with real clients.
 
-    deadline_s: a task that takes longer is lost. norm_bound: trees of a reply that are longer are clipped to it, as by
-    `fedbilevel.stages.Clip`. strikes: a client
+    deadline_s: a task that takes longer is lost. norm_bound: trees of a reply that are longer are clipped to
+    it, as by `fedbilevel.stages.Clip`. strikes: a client
     with so many refused replies is put aside for the rest of the run. start_clients: how many must have joined before
     round 1 (None: all). wait_s: how long to wait for enough clients before giving up.
     """

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.devices import sent
 from fedbilevel.execution.draws import SIDES, STAGE_STREAM, Draws
+from fedbilevel.execution.executor import Executor
 from fedbilevel.execution.features import embedded, embeds_beforehand
 from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
 from fedbilevel.execution.meter import Meter
@@ -25,8 +26,10 @@ from fedbilevel.stages import encoded
 from fedbilevel.tree import nbytes
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(Executor):
     """Runs every task as its phase is written: start, then step after step, then finish.
+
+    Threads may share it: what it keeps is by client, and a client has one task at a time.
 
     Args:
         problem: the losses and the shapes of x and y.

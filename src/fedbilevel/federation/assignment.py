@@ -69,8 +69,9 @@ class Assigner:
         """A task per client."""
         self._check(phase, clients, each, submodels)
         broadcasts: dict[Submodel | None, Broadcast] = {}
-        for part in dict.fromkeys(submodels or [None]):
-            broadcasts[part] = self._broadcast(phase, message, round_, iteration, part)
+        for index, part in enumerate(dict.fromkeys(submodels or [None])):
+            key = fold_in(fold_in(root(self.seed, "stages"), self.made), index)
+            broadcasts[part] = self._broadcast(phase, message, round_, iteration, part, key)
         numbers = torch.arange(self.made, self.made + len(clients))
         self.made += len(clients)
         keys = fold_in(fold_in(root(self.seed, phase.name), numbers), torch.tensor(clients))
@@ -99,7 +100,13 @@ class Assigner:
             raise ValueError(f"submodels has {len(submodels)} entries; it must have one for each of {len(clients)}")
 
     def _broadcast(
-        self, phase: Phase, message: Mapping[str, Any], round_: int, iteration: int, part: Submodel | None
+        self,
+        phase: Phase,
+        message: Mapping[str, Any],
+        round_: int,
+        iteration: int,
+        part: Submodel | None,
+        key: Tensor,
     ) -> Broadcast:
         """A message, cut to a submodel, with its stages: encoded here, and decoded as every client would."""
         if part:
@@ -107,7 +114,6 @@ class Assigner:
         if not self.down:
             return Broadcast(phase, message, round_, iteration, part, stages=self.up)
         kinds = kinds_of(message, self.problem)
-        key = fold_in(root(self.seed, "stages"), round_)
         payload, _ = encoded(self.down, message, kinds, key, {})
         received = decoded(self.down, payload, kinds, like(kinds, self.problem, part))
         return Broadcast(phase, received, round_, iteration, part, payload, self.up)

@@ -21,7 +21,7 @@ from fedbilevel.federation.assignment import Assigner, Own, Submodels
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import QuorumError, Replies
-from fedbilevel.federation.task import Broadcast, Results, Task, form_of
+from fedbilevel.federation.task import Broadcast, Results, Task
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 from fedbilevel.problem import Problem
 from fedbilevel.rng import fold_in, integers, root, subset
@@ -171,6 +171,9 @@ class Federation:
         replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
         while self.in_flight and len(replies) < count:
             reports = list(self.transport.receive(None, count - len(replies)))
+            if not reports:
+                name = type(self.transport).__name__
+                raise RuntimeError(f"{name} reports nothing of {len(self.in_flight)} tasks in flight")
             ended = sorted(_ended(reports), key=_end_time)
             for position, task in enumerate(ended, len(replies.ended)):
                 task.position = position
@@ -276,10 +279,11 @@ class Federation:
                 sizes = [results.nbytes] * len(clients)
                 self.ledger.book(events.Worked(replies.phase.name, clients, results.costs, sizes))
                 replies.accept(results, self.iteration)
-            case Missed(task, cost, never_sent):
+            case Missed(task, cost, put_aside):
                 if cost is not None:
                     self.ledger.book(events.Worked(replies.phase.name, [task.client], [cost], [0]))
-                self.ledger.book(events.Lost(0 if never_sent else 1))
+                if not put_aside:
+                    self.ledger.book(events.Lost())
             case Rejected(client, why):
                 replies.refuse(client, why)
         for task in _ended([report]):
@@ -336,14 +340,15 @@ def _in_order(reports: Iterable[Report]) -> Iterator[Report]:
 def _stacked(alike: Sequence[Results]) -> Iterator[Report]:
     """Results of single tasks as one stack, or as they are where a reply has another form than the others."""
     ordered = sorted(alike, key=lambda results: results.tasks[0].position)
-    leaves = [pytree.tree_leaves(results.values) for results in ordered]
-    forms = {(form_of(results.values), *(t.dtype for t in ts)) for results, ts in zip(ordered, leaves, strict=True)}
+    flat = [pytree.tree_flatten(results.values) for results in ordered]
+    leaves = [tensors for tensors, _ in flat]
+    forms = {(form, *((t.shape, t.dtype) for t in tensors)) for tensors, form in flat}
     if len(forms) > 1:
         yield from map(Arrived, ordered)
         return
     values = pytree.tree_unflatten(
         [torch.cat(column) for column in zip(*leaves, strict=True)],
-        pytree.tree_structure(ordered[0].values),
+        flat[0][1],
     )
     tasks = [task for results in ordered for task in results.tasks]
     costs = [cost for results in ordered for cost in results.costs]

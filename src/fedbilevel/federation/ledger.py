@@ -138,9 +138,7 @@ class Worked(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Tasks ended without a reply."""
-
-    tasks: int = 1
+    """A task ended without a reply."""
 
 
 class Refused(NamedTuple):
@@ -179,8 +177,8 @@ class Ledger:
                 columns = (list(column) for column in zip(*costs, strict=True))
                 amounts = dict(zip(TaskCost._fields, columns, strict=True))
                 self._charge(phase, clients, {**amounts, "bytes_up": nbytes})
-            case Lost(tasks):
-                self.lost_tasks += tasks
+            case Lost():
+                self.lost_tasks += 1
             case Refused(replies):
                 self.refused_replies += replies
             case Elapsed(wall_s):

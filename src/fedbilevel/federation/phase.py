@@ -57,11 +57,11 @@ class Phase(FrozenDataclass, ABC):
 
     A subclass is a frozen dataclass (no decorator needed), written for one client. Its fields say
     how: step sizes, lengths, variants. Fields annotated `Number` may take another value in each
-    iteration (a schedule); they are 0-d tensors while a step runs. All other fields are plain
-    values, and code may branch on them. A carry is any nest of tuples and trees of tensors. The
-    executor owns the loop: it draws the batches, runs the steps for one client or for a stack of
-    clients under `torch.func.vmap`, and counts costs. All four methods are pure functions of their
-    arguments and the fields, so that a step can be traced once and replayed.
+    iteration (a schedule); while a step runs they are floats or 0-d tensors, for arithmetic alone.
+    All other fields are plain values, and code may branch on them. A carry is any nest of tuples
+    and trees of tensors. The executor owns the loop: it draws the batches, runs the steps for one
+    client or for a stack of clients under `torch.func.vmap`, and counts costs. All four methods are
+    pure functions of their arguments and the fields, so that a step can be traced once and replayed.
 
     A phase that `remembers` adds "memory" to what `finish` returns: a dict of trees and tensors that
     stays with the client. The client's next such phase finds it in `message.memory`, which is empty

@@ -30,8 +30,9 @@ class QuorumError(RuntimeError):
 class Reply(NamedTuple):
     """One client's answer.
 
-    `position` is its place among those asked, `weight` is n p_i (1 for uniform weights), `staleness` counts the
-    server's iterations between the task and the reply. `values` is empty where replies are only summed.
+    `position` is its place among those asked or, without a barrier, among those that ended. `weight` is n p_i (1 for
+    uniform weights), `staleness` counts the server's iterations between the task and the reply. `values` is empty
+    where replies are only summed.
     """
 
     position: int
@@ -55,7 +56,7 @@ def wrong_form(
     dtype = next(iter(problem.x.values())).dtype
     for name, kind in declared.items():
         expected = {key: (*stack, *shape) for key, shape in declared_shapes(kind, problem, submodel).items()}
-        alike = isinstance(values[name], Tensor) == (kind == "scalar")
+        alike = isinstance(values[name], Tensor if kind == "scalar" else Tree)
         if not alike or _shapes(values[name]) != expected:
             what = repr(kind) if isinstance(kind, str) else "the tree"
             return f"replied with {name!r} of another shape than {what}, which it declares"
@@ -340,13 +341,13 @@ def row(stack: Values, j: int) -> Values:
     def one(t: Tensor) -> Tensor:
         return t[j].clone()
 
-    return {name: value.map(one) if isinstance(value, Tree) else one(value) for name, value in stack.items()}
+    return {
+        name: value.map(one) if isinstance(value, Tree) else pytree.tree_map(one, value)
+        for name, value in stack.items()
+    }
 
 
 def join(rows: Sequence[Values]) -> Values:
     """The replies of several clients as a stack."""
 
-    def stack(*values: Any) -> Any:
-        return values[0].map(stack, *values[1:]) if isinstance(values[0], Tree) else torch.stack(values)
-
-    return {name: stack(*(values[name] for values in rows)) for name in rows[0]}
+    return pytree.tree_map(lambda *values: torch.stack(values), *rows)  # type: ignore[no-any-return]

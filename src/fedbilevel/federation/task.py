@@ -67,7 +67,8 @@ class Task:
 
     Attributes:
         number: unique in the run; the draws of the task are keyed by it.
-        position: the place of the client among those that were asked.
+        position: the place of the client among those that were asked; of a posted task, once it has ended, its place
+            among those that `collect` has seen end.
         own: what this client alone is sent.
         key: the root of the client's draws.
         weight: n p_i, with which the reply is averaged.

@@ -25,11 +25,14 @@ class Arrived(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """A task ended without a reply; `cost` is what the client spent all the same, if that is known."""
+    """A task ended without a reply; `cost` is what the client spent all the same, if that is known.
+
+    `put_aside`: the server has given the client up, and with it the task; this does not count as lost.
+    """
 
     task: Task
     cost: TaskCost | None = None
-    never_sent: bool = False
+    put_aside: bool = False
 
 
 class Rejected(NamedTuple):

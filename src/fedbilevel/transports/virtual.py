@@ -112,7 +112,7 @@ class VirtualClock(Transport):
         missing = needed - (self.clients - len(self.free_at))
         if missing > 0:
             self._now = sorted(self.free_at.values())[missing - 1]
-        return {client for client, time in self.free_at.items() if time > self.now}
+        return {*busy, *(client for client, time in self.free_at.items() if time > self.now)}
 
     def samples(self, client: int) -> int:
         return self.executor.samples(client)
@@ -140,7 +140,7 @@ class VirtualClock(Transport):
         if tasks and tasks[0].broadcast.remembers:  # what was posted before comes before
             self._compute([task.client for task in tasks if task.client in self.uncomputed])
         costs: dict[int, TaskCost] = {}
-        for results in self.executor.run(_computed(tasks, lost), sums=self._only_summed(tasks)):
+        for results in self.executor.run(_computed(tasks, lost), sums=self._only_summed(tasks, lost)):
             kept = [j for j, task in enumerate(results.tasks) if task.number not in lost]
             if len(kept) < len(results.tasks):
                 costs |= {task.number: cost for task, cost in zip(results.tasks, results.costs, strict=True)}
@@ -204,10 +204,12 @@ class VirtualClock(Transport):
                 self.flights[task.client] = Flight(task, (reply.clone(), packing), cost)
                 self.uncomputed.pop(task.client, None)
 
-    def _only_summed(self, tasks: Sequence[Task]) -> bool:
-        """Whether nobody looks at a single reply of these."""
-        some = [task.broadcast for task in tasks[:1]]
-        return all(broadcast.phase.summed and not broadcast.stages for broadcast in some) and not self.fates.corrupt
+    def _only_summed(self, tasks: Sequence[Task], lost: Collection[int]) -> bool:
+        """Whether nobody looks at a single reply of these, and all that are computed count."""
+        if not tasks or self.fates.corrupt:
+            return False
+        broadcast = tasks[0].broadcast
+        return broadcast.phase.summed and not broadcast.stages and not (lost and broadcast.remembers)
 
     @contextmanager
     def standstill(self) -> Iterator[None]:

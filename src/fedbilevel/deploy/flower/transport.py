@@ -62,7 +62,8 @@ def flower_federation(
     environment = environment or Environment()
     conduct = conduct or Conduct()
     if conduct.norm_bound is not None:
-        environment = replace(environment, stages=(*environment.stages, Clip(norm=conduct.norm_bound)))
+        # First in the list, last to be undone: what is clipped is what the other stages have decoded.
+        environment = replace(environment, stages=(Clip(norm=conduct.norm_bound), *environment.stages))
     transport = FlowerTransport(
         grid,
         problem,
@@ -257,7 +258,7 @@ class FlowerTransport(Transport):
                 flight.due = 0.0
         if task.client in self.aside:
             self._land(task)
-            yield Missed(task, never_sent=True)
+            yield Missed(task, put_aside=True)
         elif time.monotonic() > flight.due:
             self._land(task)
             self.members.missing(task.client, flight.node)

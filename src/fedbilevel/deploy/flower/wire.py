@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedbilevel.packing import pack, unpack
 
-VERSION = 1
+VERSION = 2
 LONGEST = 2**20  # characters of a header
 DTYPES = {
     name: getattr(torch, name)

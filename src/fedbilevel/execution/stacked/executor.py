@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fedbilevel import ranks
 from fedbilevel.devices import constant, sent
 from fedbilevel.execution.draws import SIDES, STAGE_STREAM
+from fedbilevel.execution.executor import Executor
 from fedbilevel.execution.lift import Lift, lifted, single, stacked
 from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
 from fedbilevel.execution.meter import Meter
@@ -46,7 +47,7 @@ RECORD_FROM = 2  # uses of a task
 STACK_BELOW = 1e7  # operations of a client's largest convolution
 
 
-class StackedExecutor:
+class StackedExecutor(Executor):
     """Runs tasks of equal batch shape together, in chunks that stay under `memory` bytes.
 
     On a CPU, clients whose convolutions are large run one by one. On a GPU samples are pooled and whole tasks recorded;
@@ -219,7 +220,7 @@ class StackedExecutor:
 
     def back(self, mark: Mapping[str, Any]) -> None:
         self.memories.back(mark["memories"])
-        self.footprints = dict(mark["footprints"])
+        self.footprints = dict(mark.get("footprints", {}))  # the reference executor leaves none in a checkpoint
         self.parts.back(mark)
 
     def snapshot(self) -> dict[str, Any]:

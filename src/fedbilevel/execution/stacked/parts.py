@@ -106,8 +106,8 @@ class Parts:
         return {"measured": dict(self.measured), "uses": dict(self.uses)}
 
     def back(self, mark: Mapping[str, Any]) -> None:
-        self.measured = dict(mark["measured"])
-        self.uses = dict(mark["uses"])
+        self.measured = dict(mark.get("measured", {}))
+        self.uses = dict(mark.get("uses", {}))
         self.finishes = {}
 
     def used(self, name: str) -> int:

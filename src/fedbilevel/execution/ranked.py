@@ -15,7 +15,7 @@ from fedbilevel.federation.replies import add_up
 from fedbilevel.federation.task import Results, Sums, Task, by_broadcast
 
 
-class RankedExecutor:
+class RankedExecutor(Executor):
     """An executor that shares tasks out over the ranks of `torch.distributed`.
 
     Every rank runs the same server program. Client i computes on rank i mod the number of ranks, always, so that its
