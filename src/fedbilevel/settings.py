@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import (
@@ -69,10 +70,15 @@ def _bounds(name: str, value: Any) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def epochs(value: Any) -> int | None:
+    """N where the value is "N epochs", else None."""
+    found = re.fullmatch(r"([1-9][0-9]*) epochs?", value) if isinstance(value, str) else None
+    return int(found[1]) if found else None
+
+
 def _steps_or_epochs(name: str, value: Any) -> Any:
     if isinstance(value, str):
-        count, _, unit = value.partition(" ")
-        if not count.isdecimal() or int(count) < 1 or unit not in ("epoch", "epochs"):
+        if epochs(value) is None:
             allowed = "a whole number, 'N epochs', or None for the environment's"
             raise ValueError(f"{name} is {value!r}; it must be {allowed}")
     elif value is not None:

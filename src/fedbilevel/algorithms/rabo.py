@@ -20,7 +20,7 @@ from fedbilevel.oracle import AnyBatch, Embedded, Oracle
 from fedbilevel.problem import Batch, Problem
 from fedbilevel.rng import fold_in, normal
 from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, Positive, StepsOrEpochs, at_least
+from fedbilevel.settings import Count, Positive, StepsOrEpochs, at_least, epochs
 from fedbilevel.tree import Tree, dot, flatten, norm, project, unflatten, zeros_like
 
 
@@ -175,7 +175,7 @@ class RABO(Algorithm):
 
     def episodes(self) -> Hypergradients:
         """An episode's support set is one batch, so that a step is an epoch."""
-        steps = int(str(self.lower_steps).split()[0])
+        steps = epochs(self.lower_steps) or int(self.lower_steps or 1)
         return self.on_episodes(lr_y=self.lr_y, inner_steps=steps, **self.estimates())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbilevel import checks
 from fedbilevel.oracle import Oracle
-from fedbilevel.settings import FrozenDataclass, Rule, build
+from fedbilevel.settings import FrozenDataclass, Rule, build, epochs
 
 Sides = Literal["train", "val", "both"]
 Kind = Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]  # the last: a tree of these shapes
@@ -22,8 +22,7 @@ Kind = Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]  # the last: 
 
 def _check_steps(name: str, value: Any) -> Any:
     if isinstance(value, str):
-        count, _, unit = value.partition(" ")
-        if value != "local" and (not count.isdecimal() or int(count) < 1 or unit not in ("epoch", "epochs")):
+        if value != "local" and epochs(value) is None:
             raise ValueError(f"{name} is {value!r}; it must be a whole number, 'local' or 'N epochs'")
         return value
     return checks.integer(name, value, least=1)
@@ -110,7 +109,7 @@ class Phase(FrozenDataclass, ABC):
     @property
     def epochs(self) -> int | None:
         """Passes over the client's training data, where `steps` counts those."""
-        return int(self.steps.split()[0]) if isinstance(self.steps, str) and self.steps != "local" else None
+        return epochs(self.steps)
 
     def steps_on(self, samples: int, batch_size: int | None) -> int:
         """The steps that `epochs` passes over so many samples take; None is the full batch."""
