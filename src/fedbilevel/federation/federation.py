@@ -174,12 +174,11 @@ class Federation:
             if not reports:
                 name = type(self.transport).__name__
                 raise RuntimeError(f"{name} reports nothing of {len(self.in_flight)} tasks in flight")
-            ended = sorted(_ended(reports), key=_end_time)
-            for position, task in enumerate(ended, len(replies.ended)):
-                task.position = position
+            for task in sorted(_ended(reports), key=_end_time):
+                task.position = len(replies.idle)
+                replies.idle.append(task.client)
             for report in reports:
                 self._take(report, replies)
-        replies.idle = [task.client for task in sorted(replies.ended, key=_end_time)]
         self._refused(replies)
         self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:
@@ -289,7 +288,6 @@ class Federation:
         for task in _ended([report]):
             if self.in_flight.get(task.client) is task:
                 del self.in_flight[task.client]
-            replies.ended.append(task)
 
     def _quorum(self, asked: int, replies: Replies) -> Replies:
         """The end of an `ask`. Replies that were taken unchecked are judged when the next are there: a GPU is then

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.devices import fetched
 from fedbilevel.federation.phase import Kind, Phase
-from fedbilevel.federation.task import Broadcast, Results, Sums, Task, Values
+from fedbilevel.federation.task import Broadcast, Results, Sums, Values
 from fedbilevel.problem import Problem
 from fedbilevel.stages import decoded
 from fedbilevel.submodels import Submodel
@@ -116,8 +116,7 @@ class Replies:
     `coverage_mean` is for submodels: in every coordinate the weighted mean over those who hold it, 0 where nobody does.
 
     Attributes:
-        ended: the tasks that have ended, with or without a reply.
-        idle: their clients, in the order in which they ended: whom to send the next task.
+        idle: the clients whose tasks have ended, with or without a reply, in the order in which they ended.
         refused: for each refused reply, the client and why.
     """
 
@@ -125,7 +124,6 @@ class Replies:
         self.label = label
         self.phase = phase
         self.problem = problem
-        self.ended: list[Task] = []
         self.idle: list[int] = []
         self.refused: list[str] = []
         self.refused_clients: list[int] = []

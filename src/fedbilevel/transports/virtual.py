@@ -272,8 +272,8 @@ def _computed(tasks: Sequence[Task], lost: set[int]) -> Sequence[Task]:
 def _landed(flights: Sequence[Flight]) -> Results:
     """Computed replies as a stack."""
     replies = [flight.reply for flight in flights if flight.reply is not None]
-    packing = replies[0][1]
-    if all(other is packing or other == packing for _, other in replies):
+    packing, *others = {id(packing): packing for _, packing in replies}.values()  # few are compared, not all
+    if all(other == packing for other in others):
         values = packing.stack(torch.cat([reply for reply, _ in replies]))
     else:  # of other dtypes, because a number was sent as another type
         values = join([row(other.stack(reply), 0) for reply, other in replies])

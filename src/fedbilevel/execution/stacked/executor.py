@@ -87,10 +87,7 @@ class StackedExecutor(Executor):
         self.inputs = Inputs(problem, self.storage, batch_size, device)
 
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
-        self.held = {}
-        for task in tasks:
-            with on_client(task.client, task.broadcast):
-                self.held[task.client] = self.problem.paired(self.clients[task.client])
+        self.held = self._data(tasks)
         for turn in in_turns(tasks):
             for chunk in self._chunks(turn):
                 results = self._run_chunk(chunk, sums)
@@ -102,6 +99,17 @@ class StackedExecutor(Executor):
                     raise TypeError(f"phase {phase.name!r} {why}")
                 yield self._encoded(results) if chunk[0].broadcast.stages else results
 
+    def _data(self, tasks: Sequence[Task]) -> dict[int, ClientData]:
+        """The data of the clients that are at work."""
+        held: dict[int, ClientData] = {}
+        for task in tasks:
+            try:
+                held[task.client] = self.problem.paired(self.clients[task.client])
+            except Exception:
+                with on_client(task.client, task.broadcast):
+                    raise
+        return held
+
     def _chunks(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
         """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
         groups: dict[tuple[Hashable, int], list[Task]] = defaultdict(list)
@@ -109,13 +117,16 @@ class StackedExecutor(Executor):
         for broadcast, alike in by_broadcast(tasks).items():
             phase = broadcast.phase
             number = phases.setdefault(phase, len(phases))  # a stack has one phase, with its numbers
+            sides = SIDES[phase.batch]
+            epochs = phase.epochs is not None
+            remembers = broadcast.remembers
             size = None if phase.full else self.batch_size
             same = (broadcast.form, "", "")
             for task in alike:
                 message = same
-                if task.own or broadcast.remembers:
+                if task.own or remembers:
                     message = (broadcast.form, form_of(task.own), form_of(self.memories.get(task.client, {})))
-                batches = shape(self.held[task.client], SIDES[phase.batch], size, phase.epochs is not None)
+                batches = shape(self.held[task.client], sides, size, epochs)
                 groups[(phase.name, batches, message), number].append(task)
         for (kind, _), group in groups.items():
             size = 1 if len(group) == 1 else max(1, self.memory // self._footprint(repr(kind), group))
