@@ -112,7 +112,8 @@ class VirtualClock(Transport):
         missing = needed - (self.clients - len(self.free_at))
         if missing > 0:
             self._now = sorted(self.free_at.values())[missing - 1]
-        return {*busy, *(client for client, time in self.free_at.items() if time > self.now)}
+        # A client whose delay is over is free, whether or not its reply was collected; without delays all always are.
+        return {client for client, time in self.free_at.items() if time > self.now}
 
     def samples(self, client: int) -> int:
         return self.executor.samples(client)
