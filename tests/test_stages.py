@@ -194,6 +194,13 @@ def test_stages_are_undone_backwards() -> None:
     assert (ours.state.y["y"] - rounded.state.y["y"]).norm() > 1e-2
 
 
+def test_a_clip_that_stands_first_is_given_what_a_coder_has_decoded() -> None:
+    """The other way round it would be given bits and scales, and every reply would be refused."""
+    found = run([Clip(norm=0.1), architecture()["Sign"]()], 2)
+    assert found.fed.ledger.refused_replies == 0
+    assert not torch.equal(found.state.y["y"], run([architecture()["Sign"]()], 2).state.y["y"])
+
+
 def test_a_stage_leaves_scalars_alone() -> None:
     assert not Clip(norm=1.0, values=("count",)).applies("count", "scalar")
     assert Clip(norm=1.0, values=("ticket",)).applies("ticket", {"base": ()})

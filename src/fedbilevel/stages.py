@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedbilevel import checks
 from fedbilevel.rng import fold_in
 from fedbilevel.settings import FrozenDataclass, Positive, Rule, read_kind
 from fedbilevel.tree import Tree, project
@@ -79,15 +78,6 @@ class Half(Stage):
 
     def decode(self, payload: Tree, like: Tree) -> Tree:
         return payload.map(lambda t, other: t.to(other.dtype), like)
-
-
-def names() -> list[str]:
-    """The stages that an experiment can name."""
-    return list(_registry)
-
-
-def get(name: str) -> type[Stage]:
-    return _registry[checks.one_of("stage", name, _registry)]
 
 
 def encoded(
