@@ -54,11 +54,11 @@ def fedavg_arithmetic(steps: int) -> Callable[[], object]:
     return train
 
 
-def in_runtime(name: str, steps: int) -> Callable[[], None]:
+def in_runtime(name: str, steps: int, **settings: object) -> Callable[[], None]:
     """A whole round: cohort, batches, local steps, acceptance, ledger, server's step."""
     environment = fb.Environment(participation=COHORT, local_steps=steps, batch_size=BATCH)
     mlp = problem(fb.nets.mlp(784, 200, 10))
-    run = Run(fb.algorithms.get(name)(), fb.simulated_federation(mlp, federation(), environment), {})
+    run = Run(fb.algorithms.get(name)(**settings), fb.simulated_federation(mlp, federation(), environment), {})
     for _ in range(WARM_UP):
         run.advance()
 
@@ -88,6 +88,18 @@ def against_fedavg(steps: int) -> list[Row]:
             ("a FedAvg round of as many gradients", "fedavg in the runtime, three", "", ""),
         )
     ]
+
+
+def under_a_schedule(steps: int) -> list[Row]:
+    """A schedule's step sizes are inputs of the traced step, so that a round under one costs as much as without."""
+    cosine = fb.schedules.Cosine(start=0.05, end=0.01, iterations=1000)
+    functions = {
+        "constant": in_runtime("simfbo", steps),
+        "cosine": in_runtime("simfbo", steps, lr_x=cosine, lr_y=cosine, lr_z=cosine),
+    }
+    times = seconds(functions, 200 // steps)
+    name = f"a simfbo round under a cosine schedule / under constants, local steps: {steps}"
+    return [Row(name, times["cosine"] / times["constant"], "at most 1.05", describe(times))]
 
 
 def fednest(dropout: float, partition: str) -> Callable[[], None]:
@@ -146,4 +158,4 @@ def against_a_product() -> list[Row]:
 
 
 def rows() -> list[Row]:
-    return [*against_fedavg(1), *against_fedavg(10), *against_a_product()]
+    return [*against_fedavg(1), *against_fedavg(10), *under_a_schedule(1), *under_a_schedule(10), *against_a_product()]
