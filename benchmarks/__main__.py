@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
-from benchmarks import clock, flower, fused, rounds, scale, tool
-from benchmarks.measure import show
+import fedbilevel
+
+fedbilevel.configure_process()  # as the command line does, before torch is imported
+
+from benchmarks import clock, flower, fused, rounds, scale, tool  # noqa: E402
+from benchmarks.measure import show  # noqa: E402
 
 if __name__ == "__main__":
     parts = (fused, rounds, scale, clock, tool, flower)

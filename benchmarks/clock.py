@@ -13,9 +13,9 @@ from torch import Tensor
 import fedbilevel as fb
 from benchmarks.measure import Row, peak_megabytes
 from fedbilevel.algorithms.simfbo import SimFBO, State
-from fedbilevel.delays import LogNormal, Stragglers
 from fedbilevel.federation import Federation
-from fedbilevel.solve import Run
+from fedbilevel.federation.delays import LogNormal, Stragglers
+from fedbilevel.runs.run import Run
 
 FEW, MANY, BATCH = 10_000, 100_000, 1_000
 
@@ -55,7 +55,9 @@ def arrivals(clients: int, marks: Sequence[int]) -> list[tuple[float, float]]:
     """Seconds of one core, and megabytes at most, that it took this process until so many replies had arrived."""
     torch.set_num_threads(1)
     problem = fb.Problem(loss, loss, x={"x": torch.zeros(3)}, y={"y": torch.zeros(3)})
-    environment = fb.Environment(participation=BATCH, delay=LogNormal(), stragglers=Stragglers(clients // 10))
+    environment = fb.Environment(
+        participation=BATCH, delay=LogNormal(), stragglers=Stragglers(clients // 10)
+    )
     fed = fb.simulated_federation(problem, SmallClients(clients), environment)
     run = Run(Arrivals(), fed, {"rounds": 0}, every={"rounds": marks[-1]})
     found, started = [], time.process_time()

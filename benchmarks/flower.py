@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Row
-from fedbilevel.runs import config as configs
+from fedbilevel.experiments import config as configs
+from fedbilevel.experiments.runner import prepare
 from fedbilevel.runs.folder import read
-from fedbilevel.runs.runner import prepare
 
 ROUNDS = 20
 NODES = 4
-WIDE = {"data.clients": NODES, "environment.participation": NODES, "task.hidden": 2150}  # 161,260 parameters
+WIDE = {
+    "data.clients": NODES,
+    "environment.participation": NODES,
+    "task.hidden": 2150,
+}  # 161,260 parameters
 
 
 class Relay:
@@ -53,7 +57,11 @@ def in_process(config: configs.Config, warm_up: int = 0) -> tuple[float, float]:
     run, times = prepare(config), []
     for _ in run:
         times.append((time.perf_counter(), run.fed.ledger.wall_s))
-    (began, before), (ended, after), rounds = times[warm_up], times[-1], run.fed.ledger.rounds - warm_up
+    (began, before), (ended, after), rounds = (
+        times[warm_up],
+        times[-1],
+        run.fed.ledger.rounds - warm_up,
+    )
     return (ended - began) / rounds, (after - before) / rounds
 
 
@@ -67,11 +75,26 @@ def warm_nodes(config: configs.Config) -> tuple[float, float]:
     def nodes(site: Deployment) -> None:
         relays.append(Relay(site.port))
         for j in range(NODES):
-            command = [sys.executable, "-m", "fedbilevel.cli", "join", relays[0].address, "--warm", "--partition", j]
+            command = [
+                sys.executable,
+                "-m",
+                "fedbilevel.cli",
+                "join",
+                relays[0].address,
+                "--warm",
+                "--partition",
+                j,
+            ]
             site.start(f"client-{j}", command)
 
     with tempfile.TemporaryDirectory() as folder:
-        parts: Any = {"clients": NODES, "resume": False, "data_dir": None, "quiet": True, "local": nodes}
+        parts: Any = {
+            "clients": NODES,
+            "resume": False,
+            "data_dir": None,
+            "quiet": True,
+            "local": nodes,
+        }
         summary = serve(config, "bench", Path(folder, "run"), site=Deployment(), **parts)
     evaluations = 2 * NODES * 4 * 161_260  # before and after: x and y, to everyone
     return summary["wall_s"] / summary["rounds"], relays[0].bytes / (
@@ -102,7 +125,9 @@ def rows() -> list[Row]:
     seconds, bytes_ratio = warm_nodes(wide)
     _, inside = in_process(wide)
     title = "bytes on the wire / bytes of the tensors, 160k parameters"
-    found.append(Row(title, bytes_ratio, "at most 1.05", f"{NODES} warm nodes, polls and headers included"))
+    found.append(
+        Row(title, bytes_ratio, "at most 1.05", f"{NODES} warm nodes, polls and headers included")
+    )
     detail = f"{seconds:.2f} s and {1e3 * inside:.0f} ms a round, {seconds / NODES:.2f} s a message"
     found.append(Row(f"a round on {NODES} warm nodes / in process", seconds / inside, "", detail))
     try:
@@ -115,7 +140,9 @@ def rows() -> list[Row]:
             print("MNIST is not in $FEDBILEVEL_DATA: left out")
             continue
         long, short = (
-            configs.resolve(*configs.read(name), overrides={"rounds": rounds, "every": 1, "runtime.threads": 1})
+            configs.resolve(
+                *configs.read(name), overrides={"rounds": rounds, "every": 1, "runtime.threads": 1}
+            )
             for rounds in (200, 40)
         )
         (inside, bare), (outside, bare_outside) = in_process(long, warm_up=100), on_ray(short)

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 import fedbilevel as fb
 from benchmarks.measure import Row, describe, seconds
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch
+from fedbilevel.core.rng import fold_in, normal, root
+from fedbilevel.core.tree import Tree, dot
 from fedbilevel.execution.lift import lifted, single, stacked
-from fedbilevel.execution.stacked.trace import trace
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch
-from fedbilevel.rng import fold_in, normal, root
-from fedbilevel.tree import Tree, dot
+from fedbilevel.execution.stacked._trace import trace
 
 Stack = tuple[Tree, Tree, Tree, Batch]
 
@@ -78,7 +78,9 @@ def written_out_mlp(x: Tree, y: Tree, z: Tree, b: Batch) -> object:
         p.scatter_add_(2, labels.unsqueeze(-1), torch.full((*labels.shape, 1), -1.0))
         p /= labels.shape[1]
         dh = torch.bmm(p, v).mul_(h > 0)
-        out.append((torch.bmm(dh.transpose(1, 2), a), dh.sum(1), torch.bmm(p.transpose(1, 2), r), p.sum(1)))
+        out.append(
+            (torch.bmm(dh.transpose(1, 2), a), dh.sum(1), torch.bmm(p.transpose(1, 2), r), p.sum(1))
+        )
     return out
 
 
@@ -90,7 +92,10 @@ def five_terms_one_by_one(p: fb.Problem, x: Tree, y: Tree, z: Tree, b: Batch) ->
         xi, yi = ({n: t[i].detach().requires_grad_() for n, t in tree.items()} for tree in (x, y))
         train, val = (tuple(t[i] for t in side) for side in (b.train, b.val))
         xs, ys, zs = list(xi.values()), list(yi.values()), [t[i] for t in z.values()]
-        lower, upper = (partial(level, Tree(xi), Tree(yi), Batch(train, val)) for level in (oracle.lower, oracle.upper))
+        lower, upper = (
+            partial(level, Tree(xi), Tree(yi), Batch(train, val))
+            for level in (oracle.lower, oracle.upper)
+        )
         g_y = torch.autograd.grad(lower(), ys)
         f_x = torch.autograd.grad(upper(), xs)
         f_y = torch.autograd.grad(upper(), ys)
@@ -111,14 +116,18 @@ def five_terms_one_by_one(p: fb.Problem, x: Tree, y: Tree, z: Tree, b: Batch) ->
 def replayed(function: Callable[..., object], at: Stack) -> Callable[[], object]:
     """A function of a stack as the runtime runs it in a long run: traced once, replayed."""
     values, form = pytree.tree_flatten(at)
-    run = trace(lambda *values: pytree.tree_leaves(function(*pytree.tree_unflatten(values, form))), values)
+    run = trace(
+        lambda *values: pytree.tree_leaves(function(*pytree.tree_unflatten(values, form))), values
+    )
     return lambda: run(*values)
 
 
 def one_by_one(function: Callable[..., object], at: Stack) -> Callable[[], object]:
     """The same, a client at a time, as the runtime does on a CPU where convolutions are large."""
     clients = [pytree.tree_map(lambda t, i=i: t[i : i + 1], at) for i in range(len(at[3].rng))]
-    runs = [replayed(lifted(single, function), clients[0])] * len(clients)  # of the same shapes, so that one will do
+    runs = [replayed(lifted(single, function), clients[0])] * len(
+        clients
+    )  # of the same shapes, so that one will do
     return lambda: [run() for run in runs]
 
 

@@ -20,16 +20,22 @@ import fedbilevel as fb
 from benchmarks.measure import Row, show
 from fedbilevel import nets
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.memory import at_rest
-from fedbilevel.schedules import Cosine
-from fedbilevel.solve import Run
-from fedbilevel.tree import Tree, dot, flatten
+from fedbilevel.core.process import relaxed_garbage_collection
+from fedbilevel.core.schedules import Cosine
+from fedbilevel.core.tree import Tree, dot, flatten
+from fedbilevel.runs.run import Run
 
 TAU, BATCH = 10, 64
 LIMITS = {10: 3.0, 100: 6.0, 1000: 25.0}  # milliseconds a round
 
 
-def run(clients: int, device: str, precision: str = "fp32", compile: bool = False, schedule: bool = False) -> Run:
+def run(
+    clients: int,
+    device: str,
+    precision: str = "fp32",
+    compile: bool = False,
+    schedule: bool = False,
+) -> Run:
     net = nets.mlp(784, 200, 10)
     _, x, y = fb.split_module(net, lower="head.")
     below, above = nets.stem(net)
@@ -46,7 +52,9 @@ def run(clients: int, device: str, precision: str = "fp32", compile: bool = Fals
     draw = torch.Generator().manual_seed(0)
 
     def side(samples: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(samples, 1, 28, 28, generator=draw), torch.randint(10, (samples,), generator=draw)
+        return torch.randn(samples, 1, 28, 28, generator=draw), torch.randint(
+            10, (samples,), generator=draw
+        )
 
     held = [fb.ClientData(train=side(450), val=side(150)) for _ in range(min(clients, 100))]
     data = [held[i % len(held)] for i in range(clients)]
@@ -56,7 +64,9 @@ def run(clients: int, device: str, precision: str = "fp32", compile: bool = Fals
     fed = fb.simulated_federation(problem, data, environment, **parts)
     method = SimFBO()
     if schedule:
-        steps = {name: Cosine(getattr(method, name), 0.01, 1000) for name in ("lr_x", "lr_y", "lr_z")}
+        steps = {
+            name: Cosine(getattr(method, name), 0.01, 1000) for name in ("lr_x", "lr_y", "lr_z")
+        }
         method = SimFBO(**steps)
     return Run(method, fed, {"rounds": 10**9})
 
@@ -88,7 +98,7 @@ def floor(clients: int) -> float:
 
 def ten(run: Run) -> None:
     """Rounds as they follow each other between two evaluations: the host goes on while the GPU computes."""
-    with at_rest():
+    with relaxed_garbage_collection():
         for _ in range(10):
             run.fed.mark()
             run.advance()
@@ -106,10 +116,17 @@ def row(clients: int, precision: str, compile: bool, schedule: bool) -> Row:
         for _ in range(4):
             on_cpu.advance()
         x, there = flatten(on_cpu.state.x), flatten(on_gpu.state.x).cpu()
-        agreement = f", x after 4 rounds as on the CPU to {float((x - there).norm() / x.norm()):.0e}"
+        agreement = (
+            f", x after 4 rounds as on the CPU to {float((x - there).norm() / x.norm()):.0e}"
+        )
     each, least = milliseconds(lambda: ten(on_gpu), 5) / 10, floor(clients)
     detail = f"{each:.2f} ms a round, products alone {least:.2f} ms, the first 4 rounds {first:.1f} s{agreement}"
-    words = [f"{clients:,} clients", precision, *["compiled"] * compile, *["under a schedule"] * schedule]
+    words = [
+        f"{clients:,} clients",
+        precision,
+        *["compiled"] * compile,
+        *["under a schedule"] * schedule,
+    ]
     title = f"a round / its matrix products in fp32, {', '.join(words)}"
     torch.cuda.empty_cache()
     return Row(title, each / least, f"{LIMITS[clients]:g} ms", detail)
@@ -118,6 +135,11 @@ def row(clients: int, precision: str, compile: bool, schedule: bool) -> Row:
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         raise SystemExit("this machine has no GPU that PyTorch can use")
-    kinds = [("fp32", False, False), ("fp32", True, False), ("fp32", True, True), ("bf16", True, False)]
+    kinds = [
+        ("fp32", False, False),
+        ("fp32", True, False),
+        ("fp32", True, True),
+        ("bf16", True, False),
+    ]
     found = [row(clients, *kind) for clients in LIMITS for kind in kinds]
     show(found, Path("bench-gpu.json"))

@@ -23,7 +23,9 @@ class Row:
     detail: str
 
 
-def seconds(functions: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 3) -> dict[str, float]:
+def seconds(
+    functions: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 3
+) -> dict[str, float]:
     """The median seconds of each function, measured in turns."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warm_up + repeats):

@@ -12,8 +12,8 @@ from torch import Tensor
 import fedbilevel as fb
 from benchmarks.fused import problem
 from benchmarks.measure import Row, describe, seconds
-from fedbilevel.rng import fold_in, normal, root
-from fedbilevel.solve import Run
+from fedbilevel.core.rng import fold_in, normal, root
+from fedbilevel.runs.run import Run
 
 CLIENTS, COHORT, SAMPLES, BATCH = 40, 10, 300, 64
 WARM_UP = 55  # iterations, after which every step is traced
@@ -24,7 +24,10 @@ def federation() -> list[fb.ClientData]:
     count = 2 * CLIENTS * SAMPLES
     images = normal(root(0, "bench"), (count, 1, 28, 28)).split(SAMPLES)
     sides = list(zip(images, (torch.arange(count) % 10).split(SAMPLES), strict=True))
-    return [fb.ClientData(train=train, val=val) for train, val in zip(sides[::2], sides[1::2], strict=True)]
+    return [
+        fb.ClientData(train=train, val=val)
+        for train, val in zip(sides[::2], sides[1::2], strict=True)
+    ]
 
 
 def fedavg_arithmetic(steps: int) -> Callable[[], object]:
@@ -32,7 +35,10 @@ def fedavg_arithmetic(steps: int) -> Callable[[], object]:
     mlp = problem(fb.nets.mlp(784, 200, 10))
     start = [*mlp.x.values(), *mlp.y.values()]
     batches = [
-        (normal(fold_in(root(0, "bench"), k), (COHORT, BATCH, 784)), torch.arange(COHORT * BATCH).view(COHORT, -1) % 10)
+        (
+            normal(fold_in(root(0, "bench"), k), (COHORT, BATCH, 784)),
+            torch.arange(COHORT * BATCH).view(COHORT, -1) % 10,
+        )
         for k in range(steps)
     ]
 
@@ -58,7 +64,11 @@ def in_runtime(name: str, steps: int, **settings: object) -> Callable[[], None]:
     """A whole round: cohort, batches, local steps, acceptance, ledger, server's step."""
     environment = fb.Environment(participation=COHORT, local_steps=steps, batch_size=BATCH)
     mlp = problem(fb.nets.mlp(784, 200, 10))
-    run = Run(fb.algorithms.get(name)(**settings), fb.simulated_federation(mlp, federation(), environment), {})
+    run = Run(
+        fb.algorithms.get(name)(**settings),
+        fb.simulated_federation(mlp, federation(), environment),
+        {},
+    )
     for _ in range(WARM_UP):
         run.advance()
 
@@ -83,7 +93,12 @@ def against_fedavg(steps: int) -> list[Row]:
     return [
         Row(f"a simfbo round / {title}, {case}", times["simfbo"] / times[against], limit, detail)
         for title, against, limit, detail in (
-            ("FedAvg's arithmetic for as many gradients", "three gradients", "at most 1.25", describe(times)),
+            (
+                "FedAvg's arithmetic for as many gradients",
+                "three gradients",
+                "at most 1.25",
+                describe(times),
+            ),
             ("FedAvg's arithmetic for two gradients a step", "two gradients", "", ""),
             ("a FedAvg round of as many gradients", "fedavg in the runtime, three", "", ""),
         )
@@ -116,7 +131,9 @@ def fednest(dropout: float, partition: str) -> Callable[[], None]:
         ridge=0.0,
         norm_penalty=0.1,
     )
-    method = fb.algorithms.FedNest(compat="reference", inner_rounds=1, neumann_steps=5, lower_steps="5 epochs")
+    method = fb.algorithms.FedNest(
+        compat="reference", inner_rounds=1, neumann_steps=5, lower_steps="5 epochs"
+    )
     environment = fb.Environment(participation=10, batch_size=64)
     run = Run(method, fb.simulated_federation(task.problem, task.clients, environment), {})
     # q, 2 a lower step, v, 5 Hessian products, h; the one step on x is along h alone
@@ -126,7 +143,10 @@ def fednest(dropout: float, partition: str) -> Callable[[], None]:
         before = run.fed.ledger.totals()
         run.advance()
         after = run.fed.ledger.totals()
-        assert (after["rounds"] - before["rounds"], after["gradients"] - before["gradients"]) == (10, each)
+        assert (after["rounds"] - before["rounds"], after["gradients"] - before["gradients"]) == (
+            10,
+            each,
+        )
 
     for _ in range(WARM_UP):
         ten_rounds()
@@ -150,7 +170,11 @@ def against_a_product() -> list[Row]:
         times = seconds(functions, 30)
         for name, limit in (("with dropout", 0.025), ("without", 0.013)):
             each = times[name] / 10
-            bound = f"at most {limit / 0.0115:.2f} ({limit} s on two idle cores)" if partition == "iid" else ""
+            bound = (
+                f"at most {limit / 0.0115:.2f} ({limit} s on two idle cores)"
+                if partition == "iid"
+                else ""
+            )
             title = f"a round of fednest as coded, {partition} MNIST, dropout {'.5' if 'with ' in name else 'off'}"
             detail = f"{each:.4f} s a round, product {times['product']:.4f} s"
             found.append(Row(f"{title} / a matrix product", each / times["product"], bound, detail))
@@ -158,4 +182,10 @@ def against_a_product() -> list[Row]:
 
 
 def rows() -> list[Row]:
-    return [*against_fedavg(1), *against_fedavg(10), *under_a_schedule(1), *under_a_schedule(10), *against_a_product()]
+    return [
+        *against_fedavg(1),
+        *against_fedavg(10),
+        *under_a_schedule(1),
+        *under_a_schedule(10),
+        *against_a_product(),
+    ]

@@ -14,10 +14,10 @@ import fedbilevel as fb
 from benchmarks.fused import problem
 from benchmarks.measure import Row, describe, peak_megabytes, seconds
 from fedbilevel.algorithms.simfbo import Descend, SimFBO
+from fedbilevel.core.rng import fold_in, normal, root
 from fedbilevel.federation.ledger import Sent
 from fedbilevel.federation.phase import Message
-from fedbilevel.rng import fold_in, normal, root
-from fedbilevel.solve import Run
+from fedbilevel.runs.run import Run
 
 FEW, MANY, COHORT = 1_000, 1_000_000, 100
 
@@ -115,7 +115,9 @@ def large(cohort: int = 10, tau: int = 5, hidden: int = 200, batch: int = 64) ->
 def linear() -> list[Row]:
     once: dict[str, Any] = {"cohort": 10, "tau": 5, "hidden": 200}
     names = {"cohort": "clients", "tau": "local steps", "hidden": "hidden units, so parameters"}
-    runs = {"1x": large(**once)} | {key: large(**{**once, key: 2 * value}) for key, value in once.items()}
+    runs = {"1x": large(**once)} | {
+        key: large(**{**once, key: 2 * value}) for key, value in once.items()
+    }
     times = seconds(runs, repeats=12, warm_up=12)  # until every step is traced
     return [
         Row(
@@ -131,7 +133,12 @@ def linear() -> list[Row]:
 def flat(title: str, made: Callable[[int], Run], few: int, many: int) -> Row:
     runs = {f"{few:,}": iteration(made(few)), f"{many:,}": iteration(made(many))}
     few_s, many_s = (times := seconds(runs, repeats=25, warm_up=5)).values()
-    return Row(title.format(few=f"{few:,}", many=f"{many:,}"), many_s / few_s, "at most 1.2", describe(times))
+    return Row(
+        title.format(few=f"{few:,}", many=f"{many:,}"),
+        many_s / few_s,
+        "at most 1.2",
+        describe(times),
+    )
 
 
 def rows() -> list[Row]:
@@ -140,14 +147,24 @@ def rows() -> list[Row]:
     few, many = memory.values()
     with tempfile.TemporaryDirectory() as folder:
         return [
-            flat(f"a round with {{many}} registered clients / with {{few}}, cohort {COHORT}", small, FEW, MANY),
+            flat(
+                f"a round with {{many}} registered clients / with {{few}}, cohort {COHORT}",
+                small,
+                FEW,
+                MANY,
+            ),
             Row(
                 f"peak memory with {MANY:,} registered clients / with {FEW:,}",
                 many / few,
                 "at most 1.2",
                 ", ".join(f"{name} clients {value:.0f} MB" for name, value in memory.items()),
             ),
-            flat("a round when {many} clients have taken part / when {few} have", experienced, FEW, MANY),
+            flat(
+                "a round when {many} clients have taken part / when {few} have",
+                experienced,
+                FEW,
+                MANY,
+            ),
             flat(
                 "a round when {many} clients remember, all but 4 MB of it in a file / when {few} do",
                 lambda count: remembering(count, folder),

@@ -13,7 +13,7 @@ from typing import Any
 
 import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import Descend
-from fedbilevel.solve import Run
+from fedbilevel.runs.run import Run
 
 PACKAGE = Path(fb.__file__).parent
 
@@ -55,9 +55,11 @@ def simulated(mode: str) -> list[str]:
 def on_a_node() -> list[str]:
     """From the worker of a node; above it are two frames that take Flower's call and decode its message."""
     from fedbilevel.deploy.flower.client import Node, Worker
-    from fedbilevel.runs import config as configs
+    from fedbilevel.experiments import config as configs
 
-    config = configs.resolve(*configs.read("digits"), overrides={"task.name": "quadratic"}, smoke=True)
+    config = configs.resolve(
+        *configs.read("digits"), overrides={"task.name": "quadratic"}, smoke=True
+    )
     worker = Worker(Node(partition=0), "0", config.table)
     x, y = worker.problem.start
     message = {
@@ -77,7 +79,11 @@ def on_a_node() -> list[str]:
 
 
 def main() -> None:
-    walks = {"reference": simulated("loop"), "stacked": simulated("stack"), "a node on Flower": on_a_node()}
+    walks = {
+        "reference": simulated("loop"),
+        "stacked": simulated("stack"),
+        "a node on Flower": on_a_node(),
+    }
     for name, hops in walks.items():
         print(f"{name}: {len(hops)} frames")
         for hop in hops:

@@ -11,7 +11,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
 
 def snippets() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
 
 
 @functools.cache

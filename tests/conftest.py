@@ -1,11 +1,15 @@
 """One thread a process: the problems here are small, and threads that wait for each other are slower than one."""
 
-import logging  # noqa: I001  (fedbilevel before torch: it says how torch's threads wait)
+import logging
 import signal
 
-import fedbilevel  # noqa: F401
 import pytest
-import torch
+
+import fedbilevel
+
+fedbilevel.configure_process()
+
+import torch  # noqa: E402  (reads how its threads wait when it is imported)
 
 torch.set_num_threads(1)
 # A shell starts background jobs with SIGINT ignored, and every process that tests interrupt would inherit that.

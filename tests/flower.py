@@ -11,13 +11,14 @@ import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedbilevel.deploy.conduct import Conduct
-from fedbilevel.deploy.flower import client, members, transport
+from fedbilevel.core.problem import ClientData
+from fedbilevel.deploy.flower import _members as members
+from fedbilevel.deploy.flower import client, transport
+from fedbilevel.experiments import config as configs
+from fedbilevel.experiments.runner import load, run_of, simulation
 from fedbilevel.federation import Federation
-from fedbilevel.problem import ClientData
-from fedbilevel.runs import config as configs
-from fedbilevel.runs.runner import load, run_of, simulation
-from fedbilevel.solve import Run
+from fedbilevel.federation.conduct import Conduct
+from fedbilevel.runs.run import Run
 from fedbilevel.tasks import Task
 from fedbilevel.tasks.quadratic import quadratic
 
@@ -94,9 +95,13 @@ def error(code: int) -> Callable[[Message, Handler], Message]:
     return reply
 
 
-def only(kind: str, act: Callable[[Message, Handler], Message | None]) -> Callable[[Message, Handler], Message | None]:
+def only(
+    kind: str, act: Callable[[Message, Handler], Message | None]
+) -> Callable[[Message, Handler], Message | None]:
     """Odd with messages of one kind, as usual with the others."""
-    return lambda message, handle: act(message, handle) if message.metadata.message_type == kind else handle(message)
+    return lambda message, handle: (
+        act(message, handle) if message.metadata.message_type == kind else handle(message)
+    )
 
 
 def quickly(monkeypatch: Any) -> None:
@@ -123,7 +128,10 @@ def clock(monkeypatch: Any) -> Callable[[float], None]:
 def own_data(partition: int) -> ClientData:
     """A client's own data, for the quadratic of 3 and 2 dimensions."""
     eye = torch.eye(2, dtype=torch.float64).expand(1, 2, 2)
-    rest = [torch.full(shape, float(partition), dtype=torch.float64) for shape in ((1, 2, 3), (1, 2), (1, 2), (1, 3))]
+    rest = [
+        torch.full(shape, float(partition), dtype=torch.float64)
+        for shape in ((1, 2, 3), (1, 2), (1, 2), (1, 3))
+    ]
     return ClientData(train=(eye, rest[0], rest[1]), val=(rest[2], rest[3], rest[0]))
 
 

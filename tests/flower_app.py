@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedbilevel.deploy.flower import warm
 from fedbilevel.deploy.flower.wire import encode
 from fedbilevel.runs import checkpoint
-from fedbilevel.runs.record import replace
+from fedbilevel.runs.recorder import replace
 from tests.flower import config, federation
 
 app = ServerApp()
@@ -23,7 +23,9 @@ def main(grid: Grid, context: Context) -> None:
     warm.quicken()
     report = Path(str(context.run_config["report"]))
     try:
-        _run(grid, Path(str(context.run_config["experiment"])), Path(str(context.run_config["out"])))
+        _run(
+            grid, Path(str(context.run_config["experiment"])), Path(str(context.run_config["out"]))
+        )
     except Exception as error:
         replace(report, json.dumps({"status": "failed", "error": repr(error)}))
         raise
@@ -50,6 +52,16 @@ def _run(grid: Grid, experiments: Path, out: Path) -> None:
     if not jobs["nonsense"]:
         return
     here = fed.transport
-    task = {"job": here.job, "table": here.table, "phase": {"phase": "nonsense"}, "number": 1, "steps": 1}
-    told = [_answer(grid, **task), _answer(grid, **task | {"job": "../../etc"}), _answer(grid, job="")]
+    task = {
+        "job": here.job,
+        "table": here.table,
+        "phase": {"phase": "nonsense"},
+        "number": 1,
+        "steps": 1,
+    }
+    told = [
+        _answer(grid, **task),
+        _answer(grid, **task | {"job": "../../etc"}),
+        _answer(grid, job=""),
+    ]
     (out / "told.json").write_text(json.dumps(told))

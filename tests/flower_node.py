@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
+from fedbilevel.core.tree import Tree
 from fedbilevel.deploy.flower import client, warm
 from fedbilevel.deploy.flower.wire import decode, encode
-from fedbilevel.tree import Tree
 from tests.flower import config, simulated
 
 address, partition, behaviour = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -46,7 +46,10 @@ def app(message: Message, context: Context) -> Message:
 def push(connection: Any, node: Any, run: int, reply: Message, seconds: float) -> None:
     """The reply; before it, of one that lies, an answer to a message that never was (the SuperLink drops it)."""
     if behaviour == "lies":
-        true, reply.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id, "f" * 64
+        true, reply.metadata.__dict__["_reply_to_message_id"] = (
+            reply.metadata.reply_to_message_id,
+            "f" * 64,
+        )
         honest(connection, node, run, reply, seconds)
         reply.metadata.__dict__["_reply_to_message_id"] = true
     honest(connection, node, run, reply, seconds)
@@ -56,7 +59,12 @@ honest, warm._push = warm._push, push
 
 if __name__ == "__main__":
     # What a first task imports takes seconds on a busy machine; they must not count against a deadline.
-    table = {"task": {"name": "quadratic", "clients": 1}, "algorithm": {"name": "simfbo"}, "rounds": 1, "every": 1}
+    table = {
+        "task": {"name": "quadratic", "clients": 1},
+        "algorithm": {"name": "simfbo"},
+        "rounds": 1,
+        "every": 1,
+    }
     simulated(config(table)).advance()
     while len(sys.argv) > 4 and not os.path.exists(sys.argv[4]):
         time.sleep(0.1)

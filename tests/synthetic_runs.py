@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedbilevel.runs.record import SPENT
+from fedbilevel.runs.recorder import SPENT
 
 ALGORITHMS = ("fedbio", "fedbioacc", "fednest", "fedmbo", "simfbo", "shrofbo", "fedmsa", "mdbo")
 
@@ -48,15 +48,22 @@ def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **confi
                 "peak_bytes": 6_000_000 if t else 0,
                 "virtual_s": 0.0,
                 "wall_s": wall,
-                "upper_loss": float(2.3 * np.exp(-0.8 * speed * k / evaluations) + 0.09 + abs(noise)),
+                "upper_loss": float(
+                    2.3 * np.exp(-0.8 * speed * k / evaluations) + 0.09 + abs(noise)
+                ),
                 "lower_loss": float(1.9 * np.exp(-speed * k / evaluations) + 0.05),
                 "train_accuracy": min(1.0, accuracy + 0.01),
                 "test_accuracy": accuracy,
-                "hypergradient_norm": float(3 * np.exp(-0.7 * speed * k / evaluations + rng.normal(0, 0.1)) + 2e-3),
+                "hypergradient_norm": float(
+                    3 * np.exp(-0.7 * speed * k / evaluations + rng.normal(0, 0.1)) + 2e-3
+                ),
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    last, half = lines[-1], {key: lines[-1][key] // 2 for key in SPENT[:5]} | {"peak_bytes": 6_000_000}
+    last, half = (
+        lines[-1],
+        {key: lines[-1][key] // 2 for key in SPENT[:5]} | {"peak_bytes": 6_000_000},
+    )
     accuracies = [line["test_accuracy"] for line in lines]
     summary = {
         "algorithm": name,
@@ -72,8 +79,20 @@ def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **confi
         **{key: last[key] for key in SPENT},
         "refused_replies": 0,
         "clients": [
-            {"clients": 60, "bytes_up": 5e7, "bytes_down": 2e7, "flops": 1.5e11, "peak_bytes": 1_500_000.0},
-            {"clients": 40, "bytes_up": 2e8, "bytes_down": 1e8, "flops": 6e11, "peak_bytes": 6_000_000.0},
+            {
+                "clients": 60,
+                "bytes_up": 5e7,
+                "bytes_down": 2e7,
+                "flops": 1.5e11,
+                "peak_bytes": 1_500_000.0,
+            },
+            {
+                "clients": 40,
+                "bytes_up": 2e8,
+                "bytes_down": 1e8,
+                "flops": 6e11,
+                "peak_bytes": 6_000_000.0,
+            },
         ],
         "ledger": {
             "lower": {"rounds": last["round"], **half},
@@ -84,7 +103,9 @@ def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **confi
     return folder
 
 
-def write_comparison(folder: Path, algorithms: int = 8, seeds: int = 5, evaluations: int = 60) -> Path:
+def write_comparison(
+    folder: Path, algorithms: int = 8, seeds: int = 5, evaluations: int = 60
+) -> Path:
     """A folder as `compare` leaves it."""
     for algorithm in ALGORITHMS[:algorithms]:
         for seed in range(seeds):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import ADBO, SDBO
-from fedbilevel.solve import Run
-from fedbilevel.tree import is_finite
+from fedbilevel.core.tree import is_finite
+from fedbilevel.runs.run import Run
 
 from .conformance.cases import CASES, cutting_planes, neumann, settle, where_planes_end
 
@@ -26,8 +26,12 @@ def matrices(of: Any) -> list[Any]:
     return [[part[0] for part in (*client.train, *client.val)] for client in of.clients]
 
 
-def run(of: Any, method: SDBO, iterations: int, weights: Any = "uniform", **environment: Any) -> Run:
-    fed = fb.simulated_federation(of.problem, of.clients, fb.Environment(**environment), weights=weights)
+def run(
+    of: Any, method: SDBO, iterations: int, weights: Any = "uniform", **environment: Any
+) -> Run:
+    fed = fb.simulated_federation(
+        of.problem, of.clients, fb.Environment(**environment), weights=weights
+    )
     here = Run(method, fed, {})
     for _ in range(iterations):
         here.advance()
@@ -38,7 +42,9 @@ def leaves(state: Any) -> list[Tensor]:
     return [torch.as_tensor(leaf) for leaf in torch.utils._pytree.tree_leaves(state)]
 
 
-@pytest.mark.parametrize("changes", [{"plane_steps": 1}, {"plane_steps": 3}, {"plane_every": 2, "lr_dual_planes": 0.5}])
+@pytest.mark.parametrize(
+    "changes", [{"plane_steps": 1}, {"plane_steps": 3}, {"plane_every": 2, "lr_dual_planes": 0.5}]
+)
 def test_several_clients_by_hand(changes: dict[str, Any]) -> None:
     of, weights = task(), [0.1, 0.3, 0.2, 0.15, 0.25]
     settings = SETTINGS | changes
@@ -54,8 +60,15 @@ def test_planes_are_tangents_of_h_and_cut_off_no_point_where_it_is_zero(steps: i
     """For quadratics h is one too, with phi_i and y' held: its central differences are those of the plane, exactly."""
     of, weights = task(), [1.5, 0.5, 0.75, 1.25, 1.0]
     settings = SETTINGS | {"plane_steps": steps, "plane_every": 7}
-    s = run(of, SDBO(**settings), 8, [w / 5 for w in weights]).state  # the second plane is made at this point
-    x, y, ys, parts = s.x["x"], s.y["y"], torch.stack([i["y"]["y"] for i in s.clients]), matrices(of)
+    s = run(
+        of, SDBO(**settings), 8, [w / 5 for w in weights]
+    ).state  # the second plane is made at this point
+    x, y, ys, parts = (
+        s.x["x"],
+        s.y["y"],
+        torch.stack([i["y"]["y"] for i in s.clients]),
+        matrices(of),
+    )
     settled, mean = settle(parts, weights, settings, x, list(ys), y)
     w, b = torch.tensor(weights, dtype=x.dtype), torch.stack([i["b"]["y"][-1] for i in s.clients])
 
@@ -76,8 +89,12 @@ def test_planes_are_tangents_of_h_and_cut_off_no_point_where_it_is_zero(steps: i
     torch.testing.assert_close(plane(*here), h(*here), rtol=0, atol=1e-12)
     for _ in range(20):
         move = [torch.randn(part.shape, generator=drawn, dtype=part.dtype) for part in here]
-        ahead, behind = ([p + sign * m for p, m in zip(here, move, strict=True)] for sign in (1, -1))
-        torch.testing.assert_close(plane(*ahead) - plane(*behind), h(*ahead) - h(*behind), rtol=0, atol=1e-10)
+        ahead, behind = (
+            [p + sign * m for p, m in zip(here, move, strict=True)] for sign in (1, -1)
+        )
+        torch.testing.assert_close(
+            plane(*ahead) - plane(*behind), h(*ahead) - h(*behind), rtol=0, atol=1e-10
+        )
         feasible = ahead[0], solved(ahead[0]), mean
         assert h(*feasible) < 1e-20
         assert plane(*feasible) < 0
@@ -90,7 +107,9 @@ def test_planes_without_a_multiplier_are_dropped() -> None:
     pruned = SDBO(**SETTINGS).cut(s._replace(lam=lam), here.fed)
     assert pruned.lam.tolist() == [0.3, 0.2, 1e-9, 0.0]
     rows = [(pruned.a["x"], s.a["x"]), (pruned.c["y"], s.c["y"]), (pruned.kappa, s.kappa)]
-    rows += [(new["b"]["y"], old["b"]["y"]) for new, old in zip(pruned.clients, s.clients, strict=True)]
+    rows += [
+        (new["b"]["y"], old["b"]["y"]) for new, old in zip(pruned.clients, s.clients, strict=True)
+    ]
     for new, old in rows:
         assert len(new) == 4
         assert torch.equal(new[:3], old[[0, 2, 4]])
@@ -110,11 +129,21 @@ def test_a_plane_is_charged_as_the_barriers_it_is() -> None:
     """Every task takes a second: 20 iterations and 2 planes of 3 steps; and what is under way is waited for first."""
     of, settings = task(), SETTINGS | {"plane_steps": 3}
     fed = run(of, SDBO(**settings), 20, delay=fb.delays.Constant(1.0)).fed
-    assert {name: cost.rounds for name, cost in fed.ledger.phases.items()} == {"gradients": 20, "settle": 4, "cut": 2}
+    assert {name: cost.rounds for name, cost in fed.ledger.phases.items()} == {
+        "gradients": 20,
+        "settle": 4,
+        "cut": 2,
+    }
     assert fed.now == 20 + 2 * 3
-    slow = {"delay": fb.delays.Constant(1.0), "stragglers": fb.delays.Stragglers(1, 4.0), "participation": 4}
+    slow = {
+        "delay": fb.delays.Constant(1.0),
+        "stragglers": fb.delays.Stragglers(1, 4.0),
+        "participation": 4,
+    }
     fed = run(of, ADBO(**settings), 1, **slow).fed
-    assert fed.ledger.phases["gradients"].rounds == 2  # four that answered after 1 s, the straggler after 4 s
+    assert (
+        fed.ledger.phases["gradients"].rounds == 2
+    )  # four that answered after 1 s, the straggler after 4 s
     assert fed.now == 4 + 3 * 4
 
 
@@ -137,7 +166,11 @@ def test_nobody_is_heard_later_than_max_delay_allows(max_delay: int, worst: int)
 def test_a_step_uses_the_multipliers_of_its_task() -> None:
     """The straggler answers 3.5 s after its task, in the others' fourth round since the plane; lambda has moved."""
     of = task(clients=3)
-    conditions = {"participation": 2, "delay": fb.delays.Constant(1.0), "stragglers": fb.delays.Stragglers(1, 3.5)}
+    conditions = {
+        "participation": 2,
+        "delay": fb.delays.Constant(1.0),
+        "stragglers": fb.delays.Stragglers(1, 3.5),
+    }
     here = run(of, ADBO(**SETTINGS | {"plane_every": 100}), 1, **conditions)
     here.state = here.state._replace(lam=torch.ones(1, dtype=torch.float64))
     (late,) = here.fed.transport.fates.slow

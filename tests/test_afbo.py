@@ -13,12 +13,23 @@ from torch import Tensor
 import fedbilevel as fb
 from fedbilevel.algorithms import afl
 from fedbilevel.algorithms.afbo import AFBO, Latest, State
-from fedbilevel.delays import Constant, Faults, LogNormal, Pareto, Stragglers
 from fedbilevel.federation import Federation, Reply
-from fedbilevel.solve import Run
+from fedbilevel.federation.delays import Constant, Faults, LogNormal, Pareto, Stragglers
+from fedbilevel.runs.run import Run
 
-STEPS = {"server_lr_x": 0.05, "server_lr_y": 0.25, "server_lr_z": 0.25, "lr_x": 1e-10, "lr_y": 1e-10, "lr_z": 1e-10}
-UNEQUAL: dict[str, Any] = {"delay": LogNormal(1.0, 0.5), "stragglers": Stragglers(2, 5.0), "participation": 2}
+STEPS = {
+    "server_lr_x": 0.05,
+    "server_lr_y": 0.25,
+    "server_lr_z": 0.25,
+    "lr_x": 1e-10,
+    "lr_y": 1e-10,
+    "lr_z": 1e-10,
+}
+UNEQUAL: dict[str, Any] = {
+    "delay": LogNormal(1.0, 0.5),
+    "stragglers": Stragglers(2, 5.0),
+    "participation": 2,
+}
 FAULTS = Faults(drop=0.1, duplicate=0.1, corrupt=0.1, leave=0.1, away_s=4.0)
 
 
@@ -27,7 +38,9 @@ def task() -> Any:
     return fb.tasks.load("quadratic", clients=6, condition=3.0, seed=3)
 
 
-def advance(task: Any, method: AFBO, iterations: int, run: Run | None = None, **environment: Any) -> Run:
+def advance(
+    task: Any, method: AFBO, iterations: int, run: Run | None = None, **environment: Any
+) -> Run:
     if run is None:
         fed = fb.simulated_federation(task.problem, task.clients, fb.Environment(**environment))
         run = Run(method, fed, {})
@@ -43,7 +56,9 @@ def gap(task: Any, run: Run) -> float:
 
 
 @pytest.mark.parametrize("memory", ["server", "client"])
-def test_without_delays_and_with_everyone_it_is_its_synchronous_form(task: Any, memory: Any) -> None:
+def test_without_delays_and_with_everyone_it_is_its_synchronous_form(
+    task: Any, memory: Any
+) -> None:
     """That is ShroFBO, whose steps are larger by the mean of the local steps, here 2."""
     local = {"lr_x": 0.02, "lr_y": 0.1, "lr_z": 0.1}
     server = {"server_lr_x": 0.06, "server_lr_y": 0.4, "server_lr_z": 0.4}
@@ -125,7 +140,9 @@ def test_a_number_is_not_used_twice(task: Any) -> None:
     assert len(latest.said) == len(truth.said) == 6
     torch.testing.assert_close(run.state.x["x"], other.state.x["x"], rtol=0, atol=0.2)
     exact = [run.fed.transport.executor.memories[i]["sent"]["hx"]["x"] for i in range(6)]
-    torch.testing.assert_close(latest.mean("hx", run.state.x)["x"], torch.stack(exact).mean(0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        latest.mean("hx", run.state.x)["x"], torch.stack(exact).mean(0), rtol=0, atol=1e-12
+    )
 
 
 def test_x_moves_once_in_inner_rounds(task: Any) -> None:
@@ -141,7 +158,9 @@ def test_x_moves_once_in_inner_rounds(task: Any) -> None:
 @pytest.mark.parametrize("variant", ["cs", "cd"])
 def test_afl_averages_all_that_was_said_or_what_has_just_arrived(task: Any, variant: Any) -> None:
     """Of six clients with equal delays 0 and 1 answer first, then 2 and 3, all of them about the start."""
-    method = fb.algorithms.AFL(variant=variant, neumann_steps=2, neumann_lr=0.7, server_lr_x=0.3, server_lr_y=0.2)
+    method = fb.algorithms.AFL(
+        variant=variant, neumann_steps=2, neumann_lr=0.7, server_lr_x=0.3, server_lr_y=0.2
+    )
     work = afl.Work(lr_x=0.01, lr_y=0.05, neumann_steps=2, neumann_lr=0.7)
     fed = fb.simulated_federation(task.problem, task.clients)
     x, y = task.problem.start
@@ -186,7 +205,9 @@ def test_neumann_goes_to_its_truncated_solution(task: Any, terms: int) -> None:
     def p(A: Tensor, v: Tensor) -> Tensor:
         return sum(torch.linalg.matrix_power(torch.eye(4) - A, k) @ v for k in range(terms))  # type: ignore[return-value]
 
-    method = AFBO(**STEPS, hypergradient="neumann", neumann_lr=1.0, neumann_steps=terms, inner_rounds=4)
+    method = AFBO(
+        **STEPS, hypergradient="neumann", neumann_lr=1.0, neumann_steps=terms, inner_rounds=4
+    )
     run = advance(task, dataclasses.replace(method, server_lr_x=0.1), 300, **UNEQUAL)
     torch.testing.assert_close(run.state.x["x"], fixed_point(task, p), rtol=0, atol=1e-3)
     assert (gap(task, run) > 0.05) == (terms == 2)
@@ -197,13 +218,17 @@ def test_the_printed_estimator_loses_the_indirect_term(task: Any) -> None:
     settings = STEPS | {"server_lr_x": 0.1}
     found = {}
     for estimator in ("printed", "random-truncation"):
-        method = AFBO(**settings, hypergradient=estimator, neumann_lr=1.0, neumann_steps=12, inner_rounds=4)  # type: ignore[arg-type]
+        method = AFBO(
+            **settings, hypergradient=estimator, neumann_lr=1.0, neumann_steps=12, inner_rounds=4
+        )  # type: ignore[arg-type]
         found[estimator] = advance(task, method, 200)
 
     def p(A: Tensor, v: Tensor) -> Tensor:
         return 6 * torch.linalg.matrix_power(torch.eye(4) - A, 6) @ v
 
-    torch.testing.assert_close(found["printed"].state.x["x"], fixed_point(task, p), rtol=0, atol=1e-2)
+    torch.testing.assert_close(
+        found["printed"].state.x["x"], fixed_point(task, p), rtol=0, atol=1e-2
+    )
     assert gap(task, found["printed"]) > 0.3
     assert gap(task, found["random-truncation"]) < 0.5 * gap(task, found["printed"])
 
@@ -236,7 +261,9 @@ def test_memory_on_the_clients_gives_the_same_iterates(
     for ours, theirs in zip(*((s.x["x"], s.y["y"], s.z["y"]) for s in states), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     said = Latest(*states[1].latest).said
-    assert all(message == {} for _, message in said.values()), "the server keeps numbers, not messages"
+    assert all(message == {} for _, message in said.values()), (
+        "the server keeps numbers, not messages"
+    )
 
 
 def test_a_client_that_loses_its_memory_makes_the_sums_begin_anew(task: Any) -> None:
@@ -258,7 +285,9 @@ def test_a_client_that_loses_its_memory_makes_the_sums_begin_anew(task: Any) -> 
 def test_a_run_with_tasks_in_flight_resumes_bit_for_bit(
     task: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    environment = fb.Environment(local_steps=(1, 3), delay=Pareto(1.0, 2.0), participation=2, faults=FAULTS)
+    environment = fb.Environment(
+        local_steps=(1, 3), delay=Pareto(1.0, 2.0), participation=2, faults=FAULTS
+    )
 
     def solve(rounds: int, folder: str, resume: bool = False) -> Any:
         method = AFBO(**STEPS, memory="client")
@@ -284,7 +313,10 @@ def test_a_run_with_tasks_in_flight_resumes_bit_for_bit(
         ({"hypergradient": "exact"}, "hypergradient is 'exact'; it must be one of"),
         ({"memory": "cloud"}, "memory is 'cloud'; it must be one of"),
         ({"aphe": "both"}, "aphe is 'both'; it must be one of"),
-        ({"memory": "client", "hypergradient": "neumann"}, "hypergradient must be 'linear-system', not 'neumann'"),
+        (
+            {"memory": "client", "hypergradient": "neumann"},
+            "hypergradient must be 'linear-system', not 'neumann'",
+        ),
         ({"inner_rounds": 0}, "inner_rounds is 0; it must be at least 1"),
     ],
 )

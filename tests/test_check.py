@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import fedbilevel as fb
-from fedbilevel.advice import ADVISED
-from fedbilevel.oracle import Oracle
-from fedbilevel.rng import normal, root
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.rng import normal, root
+from fedbilevel.diagnostics.advice import ADVISED
 from fedbilevel.tasks.quadratic import quadratic
 from tests.tool import QUADRATIC, call, is_refusal, write
 
@@ -20,8 +20,12 @@ FOREVER = 10**12  # rounds: nothing is too flat to matter
 
 def test_a_private_lower_level_is_refused(tmp_path):
     """Its losses at one y for all episodes would be measured, and are not what a run solves."""
-    file = write(tmp_path / "a.toml", 'task = "few-shot"\nenvironment.batch_size = 5\nalgorithm = "rabo"')
-    is_refusal(call("check", file), "check solves one lower level for all; this problem's is private")
+    file = write(
+        tmp_path / "a.toml", 'task = "few-shot"\nenvironment.batch_size = 5\nalgorithm = "rabo"'
+    )
+    is_refusal(
+        call("check", file), "check solves one lower level for all; this problem's is private"
+    )
 
 
 # Closed forms
@@ -44,7 +48,9 @@ def test_figures_of_a_quadratic(weights, heterogeneity):
     values, M = torch.linalg.eigvalsh(A), torch.linalg.solve(A, B)
     assert (m.mu, m.L) == (pytest.approx(float(values[0])), pytest.approx(float(values[-1])))
     assert m.condition == pytest.approx(float(values[-1] / values[0]))
-    assert m.L_client == pytest.approx(max(float(torch.linalg.eigvalsh(a)[-1]) for a, *_ in parts), rel=1e-3)
+    assert m.L_client == pytest.approx(
+        max(float(torch.linalg.eigvalsh(a)[-1]) for a, *_ in parts), rel=1e-3
+    )
 
     x = torch.zeros(5, dtype=torch.float64)
     y = task.y_star({"x": x}, weights)["y"]
@@ -77,7 +83,9 @@ def test_clients_that_are_alike():
     assert m.local_cosine == pytest.approx(1)
     assert "clients are alike" in report.reason
     settings = report.settings()
-    assert settings["lr_y"] == settings["server_lr_y"] == pytest.approx(1 / m.L, rel=0.05), "local steps count in full"
+    assert settings["lr_y"] == settings["server_lr_y"] == pytest.approx(1 / m.L, rel=0.05), (
+        "local steps count in full"
+    )
 
 
 def test_a_run_sees_nothing_flatter_than_its_length_allows():
@@ -106,10 +114,13 @@ def test_single_precision_and_clients_of_several_sizes():
     loop = fb.check(task.problem, clients, weights="samples", mode="loop")
     assert figures(loop.measured) == pytest.approx(expected, rel=1e-6, abs=1e-6)
     half = [
-        fb.ClientData(*(tuple(t.float() for t in side) for side in (client.train, client.val))) for client in clients
+        fb.ClientData(*(tuple(t.float() for t in side) for side in (client.train, client.val)))
+        for client in clients
     ]
     problem = fb.Problem(
-        task.problem.upper, task.problem.lower, *(v.map(torch.Tensor.float) for v in task.problem.start)
+        task.problem.upper,
+        task.problem.lower,
+        *(v.map(torch.Tensor.float) for v in task.problem.start),
     )
     report = fb.check(problem, half, weights="samples")
     assert report.warnings == []
@@ -131,7 +142,9 @@ class Lazy:
 
 
 def client(i, samples=6):
-    return fb.ClientData(*((normal(root(i, side), (samples, 3), torch.float64),) for side in ("train", "val")))
+    return fb.ClientData(
+        *((normal(root(i, side), (samples, 3), torch.float64),) for side in ("train", "val"))
+    )
 
 
 def test_a_large_federation_is_read_in_part():
@@ -154,7 +167,9 @@ def lower(x, y, batch):
 
 
 def problem(upper=upper, lower=lower):
-    return fb.Problem(upper, lower, *({name: torch.ones(3, dtype=torch.float64) / 3} for name in "xy"))
+    return fb.Problem(
+        upper, lower, *({name: torch.ones(3, dtype=torch.float64) / 3} for name in "xy")
+    )
 
 
 def checked(**losses):
@@ -219,7 +234,9 @@ Once.backward = staticmethod(once_differentiable(lambda ctx, g: 2 * g * ctx.save
 
 
 def custom(function):
-    return lambda x, y, batch: function.apply(y["y"] - x["x"]).sum() + ((batch[0] @ y["y"]) ** 2).mean()
+    return lambda x, y, batch: (
+        function.apply(y["y"] - x["x"]).sum() + ((batch[0] @ y["y"]) ** 2).mean()
+    )
 
 
 FATAL = {
@@ -227,9 +244,15 @@ FATAL = {
         {"lower": lambda x, y, b: (y["y"].detach() * y["y"]).sum() - y["y"] @ x["x"]},
         {"lower": custom(Wrong)},
     ],
-    "the lower loss's mixed derivative is wrong": [{"lower": lambda x, y, b: lower({"x": x["x"].detach()}, y, b)}],
-    "the upper loss's derivative in x is wrong": [{"upper": lambda x, y, b: upper({"x": x["x"].detach()}, y, b)}],
-    "the upper loss's derivative in y is wrong": [{"upper": lambda x, y, b: upper(x, {"y": y["y"].detach()}, b)}],
+    "the lower loss's mixed derivative is wrong": [
+        {"lower": lambda x, y, b: lower({"x": x["x"].detach()}, y, b)}
+    ],
+    "the upper loss's derivative in x is wrong": [
+        {"upper": lambda x, y, b: upper({"x": x["x"].detach()}, y, b)}
+    ],
+    "the upper loss's derivative in y is wrong": [
+        {"upper": lambda x, y, b: upper(x, {"y": y["y"].detach()}, b)}
+    ],
     "the lower loss's second derivative in y is wrong": [
         {"lower": custom(WrongTwice)},
         {"lower": custom(Once)},  # torch.func takes what may be differentiated once for a constant
@@ -243,7 +266,9 @@ FATAL = {
 }
 
 
-@pytest.mark.parametrize(("sentence", "losses"), [(sentence, case) for sentence in FATAL for case in FATAL[sentence]])
+@pytest.mark.parametrize(
+    ("sentence", "losses"), [(sentence, case) for sentence in FATAL for case in FATAL[sentence]]
+)
 def test_losses_that_cannot_be_used(sentence, losses):
     report = checked(**losses)
     assert [warning for warning in report.warnings if warning.startswith(sentence)], report.warnings
@@ -263,8 +288,13 @@ def test_losses_that_can(function):
 
 
 def test_levels_that_do_not_meet():
-    (warning,) = checked(lower=lambda x, y, b: lower({"x": torch.ones(3)}, y, b) + (x["x"] ** 2).sum()).warnings
-    assert warning == "the minimiser of the lower loss does not depend on x: the problem is not bilevel"
+    (warning,) = checked(
+        lower=lambda x, y, b: lower({"x": torch.ones(3)}, y, b) + (x["x"] ** 2).sum()
+    ).warnings
+    assert (
+        warning
+        == "the minimiser of the lower loss does not depend on x: the problem is not bilevel"
+    )
     (warning,) = checked(upper=lambda x, y, b: (x["x"] ** 4).sum()).warnings
     assert warning == "the upper loss does not depend on y: the problem is not bilevel"
 
@@ -279,7 +309,9 @@ def test_a_lower_level_that_is_not_strongly_convex(scale):
 
     report = checked(lower=lambda x, y, batch: loss(x, y, batch))
     (warning,) = report.warnings
-    assert warning.startswith("the lower level is not strongly convex in y (its smallest curvature is ")
+    assert warning.startswith(
+        "the lower level is not strongly convex in y (its smallest curvature is "
+    )
     assert report.measured.mu == pytest.approx(scale, abs=1e-6)
     assert report.settings()["damping"] > -scale
     ridge = float(warning.split("at least ")[1])
@@ -298,22 +330,30 @@ def test_batch_normalisation_is_seen(statistics):
         return F.batch_norm(batch, torch.zeros(3).double(), torch.ones(3).double())
 
     report = checked(upper=lambda x, y, b: upper(x, y, (normalised(b[0]),)))
-    expected = ["the upper loss normalises a batch by its own statistics"] if statistics == "batch" else []
+    expected = (
+        ["the upper loss normalises a batch by its own statistics"] if statistics == "batch" else []
+    )
     assert [warning.split(" (")[0] for warning in report.warnings] == expected
 
 
 def test_kinks_and_single_precision_raise_no_alarm():
     """A network of ReLU units; its local Hessians differ, its heads share nothing."""
-    task = fb.tasks.load("hyper-representation", data="digits", partition="shards", clients=10, hidden=16)
+    task = fb.tasks.load(
+        "hyper-representation", data="digits", partition="shards", clients=10, hidden=16
+    )
     report = fb.check(task.problem, task.clients, rounds=100)
     assert report.warnings == []
-    assert report.measured.mu == pytest.approx(1e-3, rel=0.01)  # the ridge: cross-entropy is flat along shifts
+    assert report.measured.mu == pytest.approx(
+        1e-3, rel=0.01
+    )  # the ridge: cross-entropy is flat along shifts
     assert 1e-3 < report.settings()["lr_x"] < 1
     assert "biased: methods that average them solve another problem" in str(report)
     oracle, bias = Oracle(task.problem), "backbone.1.bias"  # 16 of 1,040 numbers
     broken = fb.Problem(
         lambda x, y, batch: oracle.upper(x, y, fb.Batch(val=batch)),
-        lambda x, y, batch: oracle.lower(fb.Tree({**x, bias: x[bias].detach()}), y, fb.Batch(train=batch)),
+        lambda x, y, batch: oracle.lower(
+            fb.Tree({**x, bias: x[bias].detach()}), y, fb.Batch(train=batch)
+        ),
         *task.problem.start,
     )
     (warning,) = fb.check(broken, task.clients).warnings
@@ -328,7 +368,9 @@ def test_wrong_input_is_refused():
         checked(lower=lambda x, y, batch: lower(x, y, batch) + torch.rand(()))
     report = fb.check(task.problem, task.clients)
     for name in ("localbsgm", "fedavg"):
-        with pytest.raises(ValueError, match=f"^name is '{name}'; it must be one of 'simfbo', 'shrofbo'"):
+        with pytest.raises(
+            ValueError, match=f"^name is '{name}'; it must be one of 'simfbo', 'shrofbo'"
+        ):
             report.settings(name)
 
 
@@ -338,7 +380,13 @@ def test_wrong_input_is_refused():
 def fall(task, method, rounds, environment=None):
     """What is left of the true hypergradient's norm."""
     result = fb.solve(
-        task.problem, task.clients, method, rounds=rounds, environment=environment, evaluate=task.evaluate, every=rounds
+        task.problem,
+        task.clients,
+        method,
+        rounds=rounds,
+        environment=environment,
+        evaluate=task.evaluate,
+        every=rounds,
     )
     return result.history[-1]["hypergradient_norm"] / result.history[0]["hypergradient_norm"]
 
@@ -367,8 +415,15 @@ def test_single_loops_are_stable_where_x_can_outrun_y(seed, condition):
     steps = fb.check(task.problem, task.clients).settings()
     A, B, _, _, _, D = task._means("uniform")
     m, n = B.shape
-    rows = [[torch.eye(n), D.T, B.T], [-B, A, torch.zeros(m, m)], [-D, -torch.eye(m), A]]  # d_x, d_y, d_z in x, y, z
-    J, lr = torch.cat([torch.cat(row, 1) for row in rows]), torch.ones(n + 2 * m, dtype=torch.float64)
+    rows = [
+        [torch.eye(n), D.T, B.T],
+        [-B, A, torch.zeros(m, m)],
+        [-D, -torch.eye(m), A],
+    ]  # d_x, d_y, d_z in x, y, z
+    J, lr = (
+        torch.cat([torch.cat(row, 1) for row in rows]),
+        torch.ones(n + 2 * m, dtype=torch.float64),
+    )
 
     def radius(times):
         lr[:n], lr[n : n + m], lr[n + m :] = (steps[f"server_lr_{v}"] for v in "xyz")
@@ -394,7 +449,10 @@ def test_there_are_settings_for_methods_that_solve_the_problem():
     for name in ADVISED:
         assert report.algorithm(name).name == name
         assert report.algorithm(name).solves == "global"
-    for name in ("aggitd", "fedmbo"):  # noise of the random truncation is left, so they only come closer
+    for name in (
+        "aggitd",
+        "fedmbo",
+    ):  # noise of the random truncation is left, so they only come closer
         assert fall(task, report.algorithm(name), 150) < 0.9
 
 
@@ -405,7 +463,12 @@ def test_the_command_shows_a_table_and_a_piece_of_an_experiment(tmp_path):
     file = write(tmp_path / "a.toml")
     code, out, err = call("check", file)
     assert (code, err) == (0, "")
-    for text in ("condition number L / mu", "strongly convex", "very different", "measured on 4 of 4 clients"):
+    for text in (
+        "condition number L / mu",
+        "strongly convex",
+        "very different",
+        "measured on 4 of 4 clients",
+    ):
         assert text in out
     snippet = out[out.index("[algorithms.") :]
     (name, settings) = tomllib.loads(snippet)["algorithms"].popitem()
@@ -417,7 +480,9 @@ def test_the_command_shows_a_table_and_a_piece_of_an_experiment(tmp_path):
 
 
 def test_the_command_as_json(tmp_path):
-    code, out, err = call("check", write(tmp_path / "a.toml"), "--json", "--seed", 3, "--set", "task.clients=3")
+    code, out, err = call(
+        "check", write(tmp_path / "a.toml"), "--json", "--seed", 3, "--set", "task.clients=3"
+    )
     assert (code, err, len(out.splitlines())) == (0, "", 1)
     told = json.loads(out, parse_constant=pytest.fail)
     task = quadratic(clients=3, samples=3, noise=0.3, seed=3)
@@ -448,7 +513,10 @@ def task():
     file = write(tmp_path / "a.toml")
     code, out, err = call("check", file, "--task", "concave:task")
     assert (code, err) == (0, "")
-    assert "warning: the lower level is not strongly convex in y (its smallest curvature is -2): add a ridge" in out
+    assert (
+        "warning: the lower level is not strongly convex in y (its smallest curvature is -2): add a ridge"
+        in out
+    )
     told = json.loads(call("check", file, "--task", "concave:task", "--json").out)
     assert told["measured"]["condition"] is None
     is_refusal(call("check", file, "--task", "concave:tusk"), "tusk")

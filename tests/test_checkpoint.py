@@ -18,7 +18,15 @@ import fedbilevel as fb
 from fedbilevel.runs import checkpoint
 from tests.tool import QUADRATIC, call, contents, done, is_refusal, metrics, summary, write
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 # The file
@@ -27,7 +35,9 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
-    made = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 100).to(draw(st.sampled_from(DTYPES)))
+    made = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 100).to(
+        draw(st.sampled_from(DTYPES))
+    )
     if made.is_floating_point() and made.numel() and draw(st.booleans()):
         made.view(-1)[0] = draw(st.sampled_from([math.nan, math.inf, -0.0]))
     return made.T.T if made.ndim == 2 else made
@@ -57,7 +67,11 @@ def same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
-    return a == b if not isinstance(a, float) else (math.isnan(a) and math.isnan(b)) or (a, str(a)) == (b, str(b))
+    return (
+        a == b
+        if not isinstance(a, float)
+        else (math.isnan(a) and math.isnan(b)) or (a, str(a)) == (b, str(b))
+    )
 
 
 @settings(deadline=None, derandomize=True)
@@ -70,7 +84,12 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, value:
 
 def test_tensors_that_share_memory_or_have_strides_come_out(tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
-    value = {"whole": whole, "row": whole[1], "turned": whole.T, "again": [whole, whole.requires_grad_()]}
+    value = {
+        "whole": whole,
+        "row": whole[1],
+        "turned": whole.T,
+        "again": [whole, whole.requires_grad_()],
+    }
     checkpoint.save(tmp_path / "a", value)
     loaded = checkpoint.load(tmp_path / "a")
     assert torch.equal(loaded["turned"], whole.T)
@@ -103,7 +122,9 @@ def test_a_crash_before_the_new_one_is_complete_leaves_the_old_one(
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(path, {"round": 2})
     assert checkpoint.load(path) == {"round": 1}
-    (tmp_path / "a.safetensors.new").write_bytes(b"half")  # what a kill in the middle of the writing leaves
+    (tmp_path / "a.safetensors.new").write_bytes(
+        b"half"
+    )  # what a kill in the middle of the writing leaves
     checkpoint.save(path, {"round": 3})
     assert checkpoint.load(path) == {"round": 3}
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
@@ -115,12 +136,16 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     checkpoint.save(path, value)
     whole = path.read_bytes()
     for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 + place % 255)]) + whole[place + 1 :])
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ (1 + place % 255)]) + whole[place + 1 :]
+        )
         try:
             loaded, said = checkpoint.load(path), ""
         except ValueError as error:
             loaded, said = None, str(error)
-        assert (str(path) in said and "\n" not in said) or same(loaded, value)  # a space may become a tab
+        assert (str(path) in said and "\n" not in said) or same(
+            loaded, value
+        )  # a space may become a tab
 
 
 # A run's
@@ -227,7 +252,10 @@ def test_lost_metrics_are_noticed(finished: Path, tmp_path: Path) -> None:
         (["--algorithm", "asfbo"], ["algorithm", "'simfbo'", "'asfbo'"]),
         (["--set", "algorithm.lr_x=0.2"], ["algorithm.lr_x = 0.05, not 0.2"]),
         (["--seed", 1], ["seed = 0, not 1"]),
-        (["--set", "environment.local_steps=[1, 3]"], ["environment.local_steps = [1, 2], not [1, 3]"]),
+        (
+            ["--set", "environment.local_steps=[1, 3]"],
+            ["environment.local_steps = [1, 2], not [1, 3]"],
+        ),
         (["--set", "task.noise=0.4"], ["task.noise = 0.3, not 0.4"]),
         (["--set", "runtime.threads=2"], ["runtime.threads = 1, not 2"]),
     ],
@@ -237,7 +265,9 @@ def test_a_run_does_not_go_on_as_another(
 ) -> None:
     run = shutil.copytree(finished / "run", tmp_path / "run")
     before = contents(run)
-    is_refusal(call("run", finished / "a.toml", "--out", run, "--resume", *options), str(run), *mentions)
+    is_refusal(
+        call("run", finished / "a.toml", "--out", run, "--resume", *options), str(run), *mentions
+    )
     is_refusal(call("run", finished / "a.toml", "--out", run, *options), str(run), "--resume")
     assert contents(run) == before
 
@@ -250,12 +280,16 @@ def test_a_raised_budget_gives_the_longer_run(finished: Path, tmp_path: Path) ->
     assert same(fb.load_run(run).x, fb.load_run(whole).x)
     assert {**summary(run), "wall_s": 0} == {**summary(whole), "wall_s": 0}
     assert (run / "config.toml").read_bytes() == (whole / "config.toml").read_bytes()
-    done("run", finished / "a.toml", "--out", run, "--resume", "--rounds", 7)  # there is nothing left to do
+    done(
+        "run", finished / "a.toml", "--out", run, "--resume", "--rounds", 7
+    )  # there is nothing left to do
     assert metrics(run) == metrics(whole)
     assert {**summary(run), "wall_s": 0} == {**summary(whole), "wall_s": 0}
 
 
-def test_lines_after_the_checkpoint_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_after_the_checkpoint_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ["--set", "every=4", "--set", "checkpoint_every=1"]
     file, run, save = write(tmp_path / "a.toml"), tmp_path / "run", checkpoint.save
     done("run", file, "--out", run, *options, "--rounds", 4)
@@ -286,7 +320,10 @@ def test_a_folder_has_one_writer(finished: Path, tmp_path: Path) -> None:
 
 
 def test_a_diverged_run_keeps_its_last_good_state_and_stays_diverged(tmp_path: Path) -> None:
-    file, run = write(tmp_path / "a.toml", "algorithm.server_lr_x = 1e150" + QUADRATIC), tmp_path / "run"
+    file, run = (
+        write(tmp_path / "a.toml", "algorithm.server_lr_x = 1e150" + QUADRATIC),
+        tmp_path / "run",
+    )
     assert call("run", file, "--rounds", 9, "--out", run, "--quiet") == (3, "", "")
     told = summary(run)
     assert (told["status"], told["rounds"]) == ("diverged", metrics(run)[-1]["round"])

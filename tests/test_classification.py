@@ -14,9 +14,9 @@ from torch.func import grad, jacrev
 from torch.nn import functional as F
 
 import fedbilevel as fb
-from fedbilevel.hypergradient import phi
+from fedbilevel.core.hypergradient import phi
+from fedbilevel.core.tree import dot, flatten, unflatten
 from fedbilevel.tasks.hyper_cleaning import corrupt
-from fedbilevel.tree import dot, flatten, unflatten
 
 MNIST = Path(os.environ.get("FEDBILEVEL_DATA", ""), "mnist")
 KEY = fb.rng.root(0, "test")
@@ -29,8 +29,14 @@ def double(values: Any) -> Any:
 def in_double(name: str, **options: Any) -> tuple[Any, fb.Problem, list[fb.ClientData]]:
     """A task on breast-cancer data (y is small), and its problem and clients in float64, away from the start."""
     task = fb.tasks.load(name, data="breast-cancer", **{"samples": 60, "clients": 3, **options})
-    x, y = (tree.map(lambda t: fb.rng.normal(KEY, t.shape, torch.float64)) for tree in task.problem.start)
-    clients = [fb.ClientData(train=tuple(map(double, c.train)), val=tuple(map(double, c.val))) for c in task.clients]
+    x, y = (
+        tree.map(lambda t: fb.rng.normal(KEY, t.shape, torch.float64))
+        for tree in task.problem.start
+    )
+    clients = [
+        fb.ClientData(train=tuple(map(double, c.train)), val=tuple(map(double, c.val)))
+        for c in task.clients
+    ]
     return task, replace(task.problem, x=x, y=y), clients
 
 
@@ -46,8 +52,12 @@ def test_labels_are_changed_to_any_other_class_at_the_rate_asked_for() -> None:
     assert not torch.equal(corrupt(labels, 10, 0.4, seed=4)[0], given)
 
 
-@pytest.mark.parametrize("options", [{}, {"partition": "shards"}, {"partition": "dirichlet", "alpha": 0.3}])
-def test_every_training_sample_has_its_own_weight_and_validation_is_clean(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"partition": "shards"}, {"partition": "dirichlet", "alpha": 0.3}]
+)
+def test_every_training_sample_has_its_own_weight_and_validation_is_clean(
+    options: dict[str, Any],
+) -> None:
     noisy: Any = fb.tasks.load("hyper-cleaning", noise=0.4, **options)
     clean: Any = fb.tasks.load("hyper-cleaning", noise=0.0, **options)
     assert len(noisy.clients) == 18
@@ -91,7 +101,9 @@ def test_the_lower_level_is_strongly_convex_wherever_x_is(name: str) -> None:
     x, y = problem.start
     gradient = grad(problem.lower, argnums=1)
     for point in (x, x.map(lambda t: torch.full_like(t, -50.0))):
-        H = jacrev(lambda v, x=point: flatten(gradient(x, unflatten(v, y), clients[0].train, KEY)))(flatten(y))
+        H = jacrev(lambda v, x=point: flatten(gradient(x, unflatten(v, y), clients[0].train, KEY)))(
+            flatten(y)
+        )
         assert float(torch.linalg.eigvalsh(H).min()) == pytest.approx(1e-3)
 
 
@@ -140,13 +152,17 @@ def converged(task: Any, weights: Tensor, ridge: float) -> float:
     L-BFGS on A with W = P A, P the inverse root of the inputs' second moments (plus a constant): of a better condition.
     By strong convexity a gradient g leaves at most ||g||^2 / (2 ridge) above the minimum.
     """
-    columns = [torch.cat(column) for column in zip(*(client.train for client in task.clients), strict=True)]
+    columns = [
+        torch.cat(column) for column in zip(*(client.train for client in task.clients), strict=True)
+    ]
     inputs, labels, numbers = columns[0].flatten(1).double(), *columns[1:]
     batch, x = (inputs, labels, numbers), {"weights": weights.double()}
     sizes, basis = torch.linalg.eigh(inputs.T @ inputs / len(inputs))
     P = basis / (sizes + 1000 * ridge).sqrt()
     A = torch.zeros(len(P), 10, dtype=torch.float64, requires_grad=True)
-    method = torch.optim.LBFGS([A], max_iter=400, tolerance_grad=1e-6, history_size=20, line_search_fn="strong_wolfe")
+    method = torch.optim.LBFGS(
+        [A], max_iter=400, tolerance_grad=1e-6, history_size=20, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         method.zero_grad()
@@ -209,7 +225,9 @@ def test_simfbo_learns_coefficients_that_lower_the_validation_loss() -> None:
     """Seen: Phi falls from .24 to .11, the test loss from .24 to .10."""
     task: Any = fb.tasks.load("regularization", clients=6)
     method = fb.algorithms.SimFBO(server_lr_x=10.0, server_lr_y=0.2, server_lr_z=0.1)
-    result = fb.solve(task.problem, task.clients, method, rounds=200, evaluate=task.evaluate, every=200)
+    result = fb.solve(
+        task.problem, task.clients, method, rounds=200, evaluate=task.evaluate, every=200
+    )
     ends = [task.problem.start[0], result.x]
     before, after = (float(phi(task.problem, task.clients, x)) for x in ends)
     assert after < 0.6 * before

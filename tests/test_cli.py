@@ -18,16 +18,57 @@ import torch
 from safetensors.torch import load_file
 
 import fedbilevel as fb
-from fedbilevel.runs import config as configs
-from tests.tool import QUADRATIC, call, config, contents, done, forked, is_refusal, metrics, real, start, summary, write
+from fedbilevel.experiments import config as configs
+from tests.tool import (
+    QUADRATIC,
+    call,
+    config,
+    contents,
+    done,
+    forked,
+    is_refusal,
+    metrics,
+    real,
+    start,
+    summary,
+    write,
+)
 
 SUMMARY = {
-    *("algorithm", "task", "data", "seed", "status", "reason", "rounds", "final_test_accuracy", "best_test_accuracy"),
-    *("rounds_to", "bytes_up", "bytes_down", "samples", "gradients", "virtual_s", "wall_s", "refused_replies"),
+    *(
+        "algorithm",
+        "task",
+        "data",
+        "seed",
+        "status",
+        "reason",
+        "rounds",
+        "final_test_accuracy",
+        "best_test_accuracy",
+    ),
+    *(
+        "rounds_to",
+        "bytes_up",
+        "bytes_down",
+        "samples",
+        "gradients",
+        "virtual_s",
+        "wall_s",
+        "refused_replies",
+    ),
     *("flops", "peak_bytes", "clients"),
 }
 METRICS = {
-    *("round", "iteration", "bytes_up", "bytes_down", "samples", "gradients", "virtual_s", "wall_s"),
+    *(
+        "round",
+        "iteration",
+        "bytes_up",
+        "bytes_down",
+        "samples",
+        "gradients",
+        "virtual_s",
+        "wall_s",
+    ),
     *("flops", "peak_bytes", "upper_loss", "lower_loss"),
 }
 EXPERIMENT = 'algorithm = "simfbo"\ncompare = ["simfbo", "asfbo"]' + QUADRATIC
@@ -52,7 +93,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_tells_how_it_ended_and_where_it_is(file: Path, tmp_path: Path) -> None:
     outcome = call("run", file, "--out", tmp_path / "run")
     assert outcome.code == 0
-    assert outcome.out.splitlines() == ["simfbo: completed after 4 rounds", f"folder: {tmp_path / 'run'}"]
+    assert outcome.out.splitlines() == [
+        "simfbo: completed after 4 rounds",
+        f"folder: {tmp_path / 'run'}",
+    ]
     first, *_, last = outcome.err.splitlines()
     assert first.startswith("a simfbo seed 0  round 0/4  loss ")
     assert last.startswith("a simfbo seed 0  round 4/4  loss ")
@@ -67,8 +111,16 @@ def test_quiet_prints_nothing_and_json_one_object(file: Path, tmp_path: Path) ->
 
 
 def test_a_folder_holds_what_the_contract_says(digits: Path, tmp_path: Path) -> None:
-    assert {entry.name for entry in digits.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json", "checkpoint"}
-    told, lines = summary(digits), [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
+    assert {entry.name for entry in digits.iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoint",
+    }
+    told, lines = (
+        summary(digits),
+        [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()],
+    )
     assert told.keys() >= SUMMARY
     assert list(told["rounds_to"]) == ["0.8", "0.9", "0.93", "0.95", "0.97"]
     assert (told["task"], told["data"], told["rounds"]) == ("hyper-representation", "digits", 3)
@@ -77,7 +129,10 @@ def test_a_folder_holds_what_the_contract_says(digits: Path, tmp_path: Path) -> 
     assert told["final_test_accuracy"] == lines[-1]["test_accuracy"]
     assert told["best_test_accuracy"] == max(line["test_accuracy"] for line in lines)
     done("run", write(tmp_path / "a.toml"), "--out", tmp_path / "run")
-    assert all(line.keys() >= {*METRICS, "hypergradient_norm"} - {"wall_s"} for line in metrics(tmp_path / "run"))
+    assert all(
+        line.keys() >= {*METRICS, "hypergradient_norm"} - {"wall_s"}
+        for line in metrics(tmp_path / "run")
+    )
     assert summary(tmp_path / "run")["final_test_accuracy"] is None
 
 
@@ -125,11 +180,16 @@ def test_lists_version_and_help() -> None:
         assert f"Example: fedbilevel {' '.join(command)}" in " ".join(out.split())
 
 
-def test_the_first_free_folder_below_runs_is_taken(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_free_folder_below_runs_is_taken(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         done("run", file, "--rounds", 0)
-    assert {folder.name for folder in Path("runs").iterdir()} == {"a-simfbo-seed-0", "a-simfbo-seed-0-2"}
+    assert {folder.name for folder in Path("runs").iterdir()} == {
+        "a-simfbo-seed-0",
+        "a-simfbo-seed-0-2",
+    }
 
 
 def test_markup_in_names_is_only_text(tmp_path: Path) -> None:
@@ -155,7 +215,9 @@ def test_a_run_is_read_back_and_exported(digits: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         accuracy = float((net(images).argmax(-1) == labels).float().mean())
     assert accuracy == summary(digits)["final_test_accuracy"]
-    is_refusal(call("export", digits, "--out", tmp_path / "no" / "model.safetensors"), "model.safetensors")
+    is_refusal(
+        call("export", digits, "--out", tmp_path / "no" / "model.safetensors"), "model.safetensors"
+    )
     is_refusal(call("export", tmp_path, "--out", tmp_path / "model"), "config.toml")
 
 
@@ -179,7 +241,10 @@ def test_a_dozen_wrong_calls_as_processes(tmp_path: Path) -> None:
         (["run", "a.toml", "--rounds", "-1"], ["rounds is -1"]),
         (["run", "a.toml", "--seed", "1" + 30 * "0"], ["seed", "64 bits"]),
         (["run", "a.toml", "--algorithm", "simfb"], ["'simfb'", "did you mean 'simfbo'"]),
-        (["run", "a.toml", "--out", "a.toml/run"], ["a.toml/run cannot be written: Not a directory"]),
+        (
+            ["run", "a.toml", "--out", "a.toml/run"],
+            ["a.toml/run cannot be written: Not a directory"],
+        ),
         (["run", "a.toml", "--out", "/proc/run"], ["/proc/run cannot be written"]),
         (["run", "a.toml", "--out", "finished"], ["finished", "--resume"]),
         (["walk"], ["'walk'"]),
@@ -188,13 +253,17 @@ def test_a_dozen_wrong_calls_as_processes(tmp_path: Path) -> None:
     before = contents(tmp_path)
     for arguments, mentions in cases:
         is_refusal(forked(*arguments, cwd=tmp_path), *mentions)
-    assert {name: data for name, data in contents(tmp_path).items() if not name.startswith("forked.")} == before
+    assert {
+        name: data for name, data in contents(tmp_path).items() if not name.startswith("forked.")
+    } == before
     assert not (tmp_path / "runs").exists()
 
 
 def test_wrong_calls_of_the_other_commands(file: Path, tmp_path: Path) -> None:
     is_refusal(call("run", "digts"), "'digts'", "did you mean 'digits'")
-    is_refusal(call("compare", file, "--algorithms", "simfbo,adam", "--out", tmp_path / "runs"), "'adam'")
+    is_refusal(
+        call("compare", file, "--algorithms", "simfbo,adam", "--out", tmp_path / "runs"), "'adam'"
+    )
     is_refusal(call("compare", file, "--seeds", 0, "--out", tmp_path / "runs"), "--seeds")
     is_refusal(call("report", tmp_path / "missing"), "missing is not a folder")
     is_refusal(call("run", file, "--fast"), "--fast")
@@ -206,17 +275,23 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of six pages."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", place], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", place], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"no small disk could be mounted: {mounted.stderr.decode().strip()}")
     yield place
     subprocess.run(["umount", place], check=True)
 
 
-def test_a_full_disk_leaves_nothing_or_a_run_that_goes_on(file: Path, small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_or_a_run_that_goes_on(
+    file: Path, small_disk: Path, tmp_path: Path
+) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(16_000))
-    is_refusal(call("run", file, "--out", small_disk / "run", "--quiet"), "run cannot be written: No space")
+    is_refusal(
+        call("run", file, "--out", small_disk / "run", "--quiet"), "run cannot be written: No space"
+    )
     assert list(small_disk.iterdir()) == [filler]
     filler.unlink()
     outcome = call("run", file, "--rounds", 45, "--out", small_disk / "run", "--quiet")
@@ -241,7 +316,8 @@ def test_a_disk_that_is_full_from_the_start_leaves_nothing(
 
     monkeypatch.setattr(Path, "open", full)
     is_refusal(
-        call("run", file, "--out", tmp_path / "run", "--quiet"), "run cannot be written: No space left on device"
+        call("run", file, "--out", tmp_path / "run", "--quiet"),
+        "run cannot be written: No space left on device",
     )
     assert list(tmp_path.iterdir()) == [file]
     (tmp_path / "mine").mkdir()
@@ -312,7 +388,11 @@ def test_completion_scripts_are_made_and_complete(tmp_path: Path) -> None:
     code, out, err = real(cwd=tmp_path, env={"_FEDBILEVEL_COMPLETE": "source_bash"})
     assert (code, err) == (0, "")
     assert "_fedbilevel_completion" in out
-    words = {"COMP_WORDS": "fedbilevel comp", "COMP_CWORD": "1", "_FEDBILEVEL_COMPLETE": "complete_bash"}
+    words = {
+        "COMP_WORDS": "fedbilevel comp",
+        "COMP_CWORD": "1",
+        "_FEDBILEVEL_COMPLETE": "complete_bash",
+    }
     assert real(cwd=tmp_path, env=words).out.split() == ["compare"]
 
 
@@ -334,7 +414,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.xdist_group("compared")
 def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> None:
     names = {f"{algorithm}/seed-{seed}" for algorithm in ("simfbo", "asfbo") for seed in (0, 1)}
-    assert sorted((compared / "err").read_text().splitlines()) == sorted(f"{name}: completed" for name in names)
+    assert sorted((compared / "err").read_text().splitlines()) == sorted(
+        f"{name}: completed" for name in names
+    )
     out = (compared / "out").read_text()
     assert out.count("algorithm") == 1
     assert all(out.count(f" {name} ") == 1 for name in ("simfbo", "asfbo"))
@@ -348,7 +430,17 @@ def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> 
 
 @pytest.mark.xdist_group("compared")
 def test_a_terminal_gets_a_live_table(compared: Path) -> None:
-    command = ["compare", compared / "a.toml", "--seeds", 2, "--jobs", 2, "--out", compared / "runs", "--resume"]
+    command = [
+        "compare",
+        compared / "a.toml",
+        "--seeds",
+        2,
+        "--jobs",
+        2,
+        "--out",
+        compared / "runs",
+        "--resume",
+    ]
     out, shown = on_a_terminal(*command, cwd=compared)
     row = next(line for line in shown.splitlines() if "asfbo/seed-1" in line)
     assert all(part in row for part in ("completed", "4/4", "loss", "MB"))
@@ -358,9 +450,13 @@ def test_a_terminal_gets_a_live_table(compared: Path) -> None:
 @pytest.mark.xdist_group("compared")
 def test_a_finished_comparison_is_not_run_again(compared: Path) -> None:
     options = ["--seeds", 2, "--jobs", 2, "--out", compared / "runs"]
-    before = {name: data for name, data in contents(compared / "runs").items() if name != "report.html"}
+    before = {
+        name: data for name, data in contents(compared / "runs").items() if name != "report.html"
+    }
     is_refusal(call("compare", compared / "a.toml", *options), "--resume")
-    changed = call("compare", compared / "a.toml", *options, "--resume", "--set", "environment.batch_size=1")
+    changed = call(
+        "compare", compared / "a.toml", *options, "--resume", "--set", "environment.batch_size=1"
+    )
     is_refusal(changed, "environment.batch_size = 2, not 1")
     assert call("compare", compared / "a.toml", *options, "--resume", "--quiet") == (0, "", "")
     code, out, err = call("compare", compared / "a.toml", *options, "--resume", "--json")
@@ -368,15 +464,31 @@ def test_a_finished_comparison_is_not_run_again(compared: Path) -> None:
     assert (code, err, len(out.splitlines())) == (0, "", 1)
     assert {row["algorithm"]: row["seeds"] for row in told["ranked"]} == {"simfbo": 2, "asfbo": 2}
     assert told["failed"] == {}
-    after = {name: data for name, data in contents(compared / "runs").items() if name != "report.html"}
+    after = {
+        name: data for name, data in contents(compared / "runs").items() if name != "report.html"
+    }
     assert after == before
 
 
 @pytest.mark.xdist_group("compared")
-def test_a_raised_budget_goes_on_and_the_number_of_jobs_changes_nothing(compared: Path, tmp_path: Path) -> None:
+def test_a_raised_budget_goes_on_and_the_number_of_jobs_changes_nothing(
+    compared: Path, tmp_path: Path
+) -> None:
     runs, before = tmp_path / "runs", compared / "runs"
     shutil.copytree(before / "asfbo" / "seed-1", runs / "asfbo" / "seed-1")
-    options = ["--algorithms", "asfbo", "--seeds", 2, "--jobs", 1, "--rounds", 7, "--out", runs, "--resume"]
+    options = [
+        "--algorithms",
+        "asfbo",
+        "--seeds",
+        2,
+        "--jobs",
+        1,
+        "--rounds",
+        7,
+        "--out",
+        runs,
+        "--resume",
+    ]
     assert call("compare", compared / "a.toml", *options, "--quiet") == (0, "", "")
     for seed in ("asfbo/seed-0", "asfbo/seed-1"):
         assert [line["round"] for line in metrics(runs / seed)] == list(range(8))
@@ -403,7 +515,9 @@ def test_a_member_that_fails_takes_no_other_with_it_and_is_named(
     options = ["--seeds", 2, "--set", "seed=5", "--out", "runs"]
     code, out, err = call("compare", "a.toml", *options)
     assert code == 2
-    (named,) = (line for line in out.splitlines() if line.startswith("simfbo/seed-6 failed: error: "))
+    (named,) = (
+        line for line in out.splitlines() if line.startswith("simfbo/seed-6 failed: error: ")
+    )
     assert named.endswith("task fragile:task: RuntimeError: seed 6 [/is] odd")
     assert named.replace(" ", ": ", 1) in err.splitlines()
     assert "Traceback" not in err + out

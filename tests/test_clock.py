@@ -23,14 +23,14 @@ from torch.utils._pytree import tree_map
 import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.algorithms import Phase
-from fedbilevel.delays import Constant, Faults, LogNormal, Pareto, Stragglers, Trace
+from fedbilevel.core.rng import fold_in, root
+from fedbilevel.experiments import config as configs
 from fedbilevel.federation import Federation, QuorumError
-from fedbilevel.rng import fold_in, root
+from fedbilevel.federation.delays import Constant, Faults, LogNormal, Pareto, Stragglers, Trace
 from fedbilevel.runs import checkpoint
-from fedbilevel.runs import config as configs
-from fedbilevel.solve import Run
-from fedbilevel.transports import virtual
-from fedbilevel.transports.virtual import packed
+from fedbilevel.runs.run import Run
+from fedbilevel.transports import virtual_clock as virtual
+from fedbilevel.transports.virtual_clock import packed
 from tests.asynchronous import Async
 from tests.conformance.test_conformance import build, iterate, tensors
 from tests.test_federation import PROBE, VISITS, Probe, federation
@@ -73,7 +73,13 @@ def play(
 
 
 def conditions(**changes: Any) -> dict[str, Any]:
-    return {"delay": LogNormal(), "stragglers": Stragglers(2), "faults": EVERYTHING, "batch_size": 2, **changes}
+    return {
+        "delay": LogNormal(),
+        "stragglers": Stragglers(2),
+        "faults": EVERYTHING,
+        "batch_size": 2,
+        **changes,
+    }
 
 
 def close(a: Any, b: Any, tolerance: float) -> None:
@@ -105,8 +111,16 @@ faults = st.builds(
 
 
 @settings(max_examples=25, deadline=None)
-@given(n=st.integers(1, 7), count=st.integers(1, 4), seed=st.integers(0, 99), delay=delays, faults=faults)
-def test_nothing_comes_early_or_from_the_future(n: int, count: int, seed: int, delay: Any, faults: Faults) -> None:
+@given(
+    n=st.integers(1, 7),
+    count=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    delay=delays,
+    faults=faults,
+)
+def test_nothing_comes_early_or_from_the_future(
+    n: int, count: int, seed: int, delay: Any, faults: Faults
+) -> None:
     fed = federation([3] * n, environment={"delay": delay, "faults": faults}, seed=seed)
     sent: dict[int, int] = {}
     due: dict[int, tuple[float, int]] = {}
@@ -121,21 +135,31 @@ def test_nothing_comes_early_or_from_the_future(n: int, count: int, seed: int, d
         r = fed.collect(count)
         order = [due[i] for i in r.idle]
         assert [last, *order] == sorted([last, *order]), "in order of time, then of number"
-        assert fed.now == max(now, order[-1][0]), "time stands still between arrivals and never goes back"
+        assert fed.now == max(now, order[-1][0]), (
+            "time stands still between arrivals and never goes back"
+        )
         now, last = fed.now, order[-1]
         assert len(r) == count or not fed.in_flight
         assert all(place[0] >= last[0] for i, place in due.items() if i in fed.in_flight)
-        assert [reply.client for reply in r] == [i for i in r.idle if i in {reply.client for reply in r}]
+        assert [reply.client for reply in r] == [
+            i for i in r.idle if i in {reply.client for reply in r}
+        ]
         for reply in r:
-            assert float(reply.values["own"]) == sent[reply.client], "what it was sent, not what is newest"
+            assert float(reply.values["own"]) == sent[reply.client], (
+                "what it was sent, not what is newest"
+            )
             assert reply.staleness == t - sent[reply.client]
 
 
-@pytest.mark.parametrize("changes", [{}, {"faults": None}, {"delay": Pareto(), "local_steps": (1, 4)}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"faults": None}, {"delay": Pareto(), "local_steps": (1, 4)}]
+)
 def test_stack_loop_and_any_number_ahead_agree(changes: dict[str, Any], monkeypatch: Any) -> None:
     def run(ahead: int = virtual.AHEAD, seed: int = 3, **options: Any) -> Any:
         monkeypatch.setattr(virtual, "AHEAD", ahead)
-        fed = federation([4, 4, 5, 4, 4, 5], environment=conditions(**changes), seed=seed, **options)
+        fed = federation(
+            [4, 4, 5, 4, 4, 5], environment=conditions(**changes), seed=seed, **options
+        )
         return [*play(fed, range(10)), fed.records()], fed.ledger
 
     whole, ledger = run()
@@ -163,7 +187,11 @@ def test_times_and_staleness_by_hand() -> None:
         *[(6.0, a, 2), (6.0, b, 2), (8.0, a, 2), (8.0, b, 2)],
         (10.0, slow, 8),
     ]
-    assert fed.records() == {"staleness": (0 + 1 + 6 * 2 + 8) / 9, "max_staleness": 8, "participants": 3}
+    assert fed.records() == {
+        "staleness": (0 + 1 + 6 * 2 + 8) / 9,
+        "max_staleness": 8,
+        "participants": 3,
+    }
     assert fed.records() == {}
     cost = fed.ledger.phases["probe"]
     assert (cost.rounds, cost.samples, cost.gradients, cost.bytes_up) == (9, 9 * 4, 9, 9 * 3 * 8)
@@ -184,7 +212,9 @@ def test_tasks_under_way_run_as_one_stack(monkeypatch: Any) -> None:
         post(fed, [0, 1] if own == 7.0 else [2, 3, 4], own)
     assert [float(reply.values["own"]) for reply in fed.collect(2)] == [7, 7]
     waiting = [flight.reply[0] for flight in fed.transport.flights.values()]
-    assert [t.untyped_storage().nbytes() for t in waiting] == [24] * 3, "none of them keeps the stack"
+    assert [t.untyped_storage().nbytes() for t in waiting] == [24] * 3, (
+        "none of them keeps the stack"
+    )
     assert [float(reply.values["own"]) for reply in fed.collect(3)] == [8, 8, 8]
     assert stacks == [[7, 7, 8, 8, 8]]
 
@@ -203,7 +233,11 @@ def test_replies_that_wait_come_back_as_they_were(clients: int) -> None:
     numbers = torch.arange(60.0).view(6, 10)
     stack = {
         "flag": torch.tensor([True, False, True])[:clients],
-        "tree": fb.Tree(a=numbers.T[:clients, 1:4], b=numbers.long()[:clients, :0], c=numbers.double()[:clients, 5]),
+        "tree": fb.Tree(
+            a=numbers.T[:clients, 1:4],
+            b=numbers.long()[:clients, :0],
+            c=numbers.double()[:clients, 5],
+        ),
         "strided": numbers[::2, 3:4][:clients].T.T,
     }
     rows, packing = packed(stack)
@@ -232,7 +266,10 @@ def test_an_ask_waits_for_what_its_client_does_and_leaves_its_reply() -> None:
     post(fed, [0, 1], 5.0)
     (asked,) = ask(fed, [0], 6.0)
     assert (fed.now, float(asked.values["own"])) == (4.0, 6.0)
-    assert [(reply.client, float(reply.values["own"])) for reply in fed.collect(2)] == [(0, 5.0), (1, 5.0)]
+    assert [(reply.client, float(reply.values["own"])) for reply in fed.collect(2)] == [
+        (0, 5.0),
+        (1, 5.0),
+    ]
     assert fed.now == 4.0
 
 
@@ -244,12 +281,16 @@ def test_a_deadline_ends_an_ask_and_only_an_ask() -> None:
     assert (fed.now, len(r), fed.ledger.lost_tasks) == (3.0, 2, 1)
     assert slow not in [reply.client for reply in r]
     assert all(slow not in fed.sample() for _ in range(20)), "it is still at it"
-    assert fed.ledger.phases["probe"].samples == 2 * 4, "what is lost and leaves no memory is not computed"
+    assert fed.ledger.phases["probe"].samples == 2 * 4, (
+        "what is lost and leaves no memory is not computed"
+    )
     post(fed, [slow], 2.0)
     assert len(fed.collect(1)) == 1
     assert (fed.now, fed.ledger.lost_tasks) == (20.0, 1)
     strict = federation(environment={**environment, "min_replies": 3})
-    with pytest.raises(QuorumError, match="phase 'probe', round 1: 2 of 3 replies were accepted, at least 3 needed"):
+    with pytest.raises(
+        QuorumError, match="phase 'probe', round 1: 2 of 3 replies were accepted, at least 3 needed"
+    ):
         ask(strict, range(3), 1.0)
 
 
@@ -265,7 +306,9 @@ class Noted(LogNormal):
         return seconds
 
 
-@pytest.mark.parametrize("name", ["simfbo", "la-asfbo", "fednest", "fedmbo", "fedbioacc", "localbsgvr"])
+@pytest.mark.parametrize(
+    "name", ["simfbo", "la-asfbo", "fednest", "fedmbo", "fedbioacc", "localbsgvr"]
+)
 def test_methods_with_a_barrier_only_learn_what_time_it_is(name: str) -> None:
     task = fb.tasks.load("quadratic", clients=5, samples=4, noise=1.0)
     environment = {"participation": 3, "local_steps": (1, 3), "batch_size": 2}
@@ -327,10 +370,21 @@ def test_a_trace_is_drawn_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("1\nfast\n", 2), ("0,1,2\n", 1), ("1\n\n2\n", 2), ("-1,2", 1), (",2", 1), ("0,-3", 1), ("nan", 1), ("1e999", 1)],
+    [
+        ("1\nfast\n", 2),
+        ("0,1,2\n", 1),
+        ("1\n\n2\n", 2),
+        ("-1,2", 1),
+        (",2", 1),
+        ("0,-3", 1),
+        ("nan", 1),
+        ("1e999", 1),
+    ],
 )
 def test_a_wrong_line_of_a_trace_is_refused(tmp_path: Path, text: str, line: int) -> None:
-    with pytest.raises(ValueError, match=f"a.csv, line {line} is '.*'; it must be seconds, or client,seconds$"):
+    with pytest.raises(
+        ValueError, match=f"a.csv, line {line} is '.*'; it must be seconds, or client,seconds$"
+    ):
         Trace(str(write(tmp_path / "a.csv", text)))
 
 
@@ -338,7 +392,9 @@ def test_a_wrong_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.csv is empty; it must hold a duration a line$"):
         Trace(str(write(tmp_path / "a.csv", "")))
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe1")
-    with pytest.raises(ValueError, match=r"b.csv is not UTF-8 text; it must hold a duration a line$"):
+    with pytest.raises(
+        ValueError, match=r"b.csv is not UTF-8 text; it must hold a duration a line$"
+    ):
         Trace(str(tmp_path / "b.csv"))
     with pytest.raises(FileNotFoundError, match=r"c\.csv"):
         Trace(str(tmp_path / "c.csv"))
@@ -348,13 +404,17 @@ def test_a_wrong_trace_is_refused(tmp_path: Path) -> None:
 @given(n=st.integers(1, 12), seed=st.integers(0, 999), data=st.data())
 def test_stragglers_are_so_many_and_the_same_throughout(n: int, seed: int, data: Any) -> None:
     k = data.draw(st.integers(1, n))
-    fed = federation([2] * n, environment={"delay": Constant(1.0), "stragglers": Stragglers(k, 7.0)}, seed=seed)
+    fed = federation(
+        [2] * n, environment={"delay": Constant(1.0), "stragglers": Stragglers(k, 7.0)}, seed=seed
+    )
     for _ in range(3):
         post(fed, range(n), 0.0)
         before = fed.now
         took = {ending.client: ending.due - before for ending in fed.transport.endings}
         slow = {client for client, seconds in took.items() if seconds == 7.0}
-        assert {client for client, seconds in took.items() if seconds == 1.0} == set(range(n)) - slow
+        assert {client for client, seconds in took.items() if seconds == 1.0} == set(
+            range(n)
+        ) - slow
         assert slow == fed.transport.fates.slow
         assert len(slow) == k
         fed.collect(n)
@@ -379,7 +439,12 @@ def test_a_fault_is_absorbed_and_counted(fault: str, posted: bool, caplog: Any) 
         accepted, refused = accepted + len(r), refused + r.refused
     assert fed.ledger.refused_replies == len(refused)
     lost = fed.ledger.lost_tasks
-    wrong = {"drop": lost, "leave": (fed.now - 12) / 50, "corrupt": len(refused), "duplicate": len(refused)}
+    wrong = {
+        "drop": lost,
+        "leave": (fed.now - 12) / 50,
+        "corrupt": len(refused),
+        "duplicate": len(refused),
+    }
     if fault == "leave":
         assert (lost, len(refused), accepted) == (0, 0, tasks)
         assert 1 <= wrong[fault] <= 12, "who is away begins when it is back"
@@ -390,7 +455,10 @@ def test_a_fault_is_absorbed_and_counted(fault: str, posted: bool, caplog: Any) 
     assert reasons == {
         "drop": set(),
         "duplicate": {"answered twice"},
-        "corrupt": {"mean is not finite", "replied with 'mean' of another shape than 'x', which it declares"},
+        "corrupt": {
+            "mean is not finite",
+            "replied with 'mean' of another shape than 'x', which it declares",
+        },
     }.get(fault)
     cost = fed.ledger.phases["probe"]
     answers = tasks - lost
@@ -413,7 +481,9 @@ def test_nonsense_of_whole_numbers_has_another_shape() -> None:
 
 
 @pytest.mark.parametrize(("posted", "deadline"), [(False, None), (False, 1.0), (True, None)])
-def test_a_lost_reply_was_computed_and_its_client_remembers(posted: bool, deadline: float | None) -> None:
+def test_a_lost_reply_was_computed_and_its_client_remembers(
+    posted: bool, deadline: float | None
+) -> None:
     """Every task adds a power of two to what its client remembers: the sum tells which tasks were run, once each."""
     environment = {"delay": LogNormal(), "deadline": deadline, "faults": Faults(drop=0.5)}
     fed = federation([2] * 12, environment=environment)
@@ -435,13 +505,17 @@ def test_a_lost_reply_was_computed_and_its_client_remembers(posted: bool, deadli
 
 
 def test_a_collect_takes_what_there_is_and_too_few_replies_end_an_ask() -> None:
-    fed = federation([2] * 6, environment={"delay": Constant(), "faults": Faults(drop=0.9), "min_replies": 3})
+    fed = federation(
+        [2] * 6, environment={"delay": Constant(), "faults": Faults(drop=0.9), "min_replies": 3}
+    )
     post(fed, [0, 1], 1.0)
     r = fed.collect(6)
     assert (len(r), r.idle, fed.in_flight, fed.ledger.lost_tasks) == (0, [0, 1], {}, 2)
     with pytest.raises(QuorumError, match="phase 'probe', round 1: no reply was accepted"):
         r.mean("own")
-    with pytest.raises(QuorumError, match=r"round 2: [012] of 6 replies were accepted, at least 3 needed"):
+    with pytest.raises(
+        QuorumError, match=r"round 2: [012] of 6 replies were accepted, at least 3 needed"
+    ):
         ask(fed, range(6), 1.0)
     task = fb.tasks.load("quadratic", clients=4)
     environment = fb.Environment(faults=Faults(drop=0.9), min_replies=4)
@@ -459,7 +533,9 @@ def test_who_is_busy_or_away_is_not_sampled() -> None:
     counts = torch.bincount(torch.tensor(cohorts).flatten(), minlength=8).double()
     assert counts[[0, 2, 5]].sum() == 0
     free = counts[[1, 3, 4, 6, 7]]
-    assert float(((free - 400) ** 2 / 400).sum()) < 18.5  # chi-square, 4 degrees of freedom, p = .001
+    assert (
+        float(((free - 400) ** 2 / 400).sum()) < 18.5
+    )  # chi-square, 4 degrees of freedom, p = .001
     fed.transport.free_at = {client: 10.0 + client for client in range(7)}
     assert sorted(fed.sample()) == [0, 7], "time passes until two are there"
     assert fed.now == 10.0
@@ -469,7 +545,9 @@ def test_who_is_busy_or_away_is_not_sampled() -> None:
         cohorts += fed.sample()
     counts = torch.bincount(torch.tensor(cohorts), minlength=8).double()
     assert fed.now == 210.0
-    assert float(((counts - 50) ** 2 / 50).sum()) < 24.4  # chi-square, 7 degrees of freedom, p = .001
+    assert (
+        float(((counts - 50) ** 2 / 50).sum()) < 24.4
+    )  # chi-square, 7 degrees of freedom, p = .001
 
 
 # Going on
@@ -498,7 +576,9 @@ def test_a_restart_at_any_moment_changes_no_bit(
     moment: str,
 ) -> None:
     def fresh() -> Federation:
-        return federation([4, 4, 5, 4, 4, 5], environment=conditions(delay=Pareto(1.0, 1.2)), seed=seed)
+        return federation(
+            [4, 4, 5, 4, 4, 5], environment=conditions(delay=Pareto(1.0, 1.2)), seed=seed
+        )
 
     whole, stopped, resumed = fresh(), fresh(), fresh()
     with pytest.MonkeyPatch.context() as patch:
@@ -519,10 +599,17 @@ def test_a_restart_at_any_moment_changes_no_bit(
 @pytest.mark.parametrize("lr_x", [0.05, lambda t: 0.05 / (1 + t)])
 def test_a_run_without_a_barrier_goes_on_with_the_same_bits(lr_x: Any, tmp_path: Path) -> None:
     task = fb.tasks.load("quadratic", clients=8, samples=4, noise=1.0)
-    environment = fb.Environment(**conditions(local_steps=(1, 3), faults=Faults(duplicate=0.3, drop=0.2)))
+    environment = fb.Environment(
+        **conditions(local_steps=(1, 3), faults=Faults(duplicate=0.3, drop=0.2))
+    )
 
     def solve(rounds: int, folder: str, resume: bool = False) -> fb.Result:
-        options = {"rounds": rounds, "environment": environment, "out": tmp_path / folder, "resume": resume}
+        options = {
+            "rounds": rounds,
+            "environment": environment,
+            "out": tmp_path / folder,
+            "resume": resume,
+        }
         return fb.solve(task.problem, task.clients, Async(lr_x=lr_x), **options)
 
     for rounds in (3, 4, 9):
@@ -633,9 +720,18 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
     fed = federation(environment={"delay": Constant()})
     post(fed, [0, 1], 1.0)
     for wrong, sentence in (
-        (lambda: post(fed, [2, 1], 1.0), "client 1 would have two tasks in flight; it can have one at a time"),
-        (lambda: post(fed, [2, 2], 1.0), "client 2 would have two tasks in flight; it can have one at a time"),
-        (lambda: post(fed, [2], 1.0, VISITS), "phase 'visits' must wait: tasks of 'probe' are in flight"),
+        (
+            lambda: post(fed, [2, 1], 1.0),
+            "client 1 would have two tasks in flight; it can have one at a time",
+        ),
+        (
+            lambda: post(fed, [2, 2], 1.0),
+            "client 2 would have two tasks in flight; it can have one at a time",
+        ),
+        (
+            lambda: post(fed, [2], 1.0, VISITS),
+            "phase 'visits' must wait: tasks of 'probe' are in flight",
+        ),
     ):
         with pytest.raises(RuntimeError, match=f"^{re.escape(sentence)}$"):
             wrong()
@@ -644,7 +740,9 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="client is 3; it must be 0 to 2"):
         post(fed, [3], 1.0)
     assert len(fed.collect(5)) == 2
-    with pytest.raises(RuntimeError, match="nothing is in flight, so nothing can be collected; post a task first"):
+    with pytest.raises(
+        RuntimeError, match="nothing is in flight, so nothing can be collected; post a task first"
+    ):
         fed.collect()
     post(fed, [0], 1.0, VISITS)
     assert len(fed.collect(1)) == 1
@@ -662,12 +760,28 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
         (Stragglers, {"clients": 0}, "clients is 0; it must be at least 1"),
         (Stragglers, {"clients": 1, "slowdown": 0.5}, "slowdown is 0.5; it must be at least 1"),
         (Faults, {"drop": 1.5}, "drop is 1.5; it must be in [0, 1]"),
-        (Faults, {"drop": 0.5, "corrupt": 0.5}, "drop is 0.5 and corrupt is 0.5; some replies must get through"),
+        (
+            Faults,
+            {"drop": 0.5, "corrupt": 0.5},
+            "drop is 0.5 and corrupt is 0.5; some replies must get through",
+        ),
         (Faults, {"away_s": 0.0}, "away_s is 0.0; it must be above 0"),
-        (fb.Environment, {"delay": 2.0}, "delay is 2.0; it must be one of fedbilevel.delays, or None"),
-        (fb.Environment, {"faults": 0.1}, "faults is 0.1; it must be a fedbilevel.delays.Faults"),
-        (fb.Environment, {"deadline": 2.0}, "deadline is 2.0 but delay is None; without delays there are none"),
-        (fb.Environment, {"delay": Constant(), "deadline": -1.0}, "deadline is -1.0; it must be above 0"),
+        (
+            fb.Environment,
+            {"delay": 2.0},
+            "delay is 2.0; it must be one of fedbilevel.delays, or None",
+        ),
+        (fb.Environment, {"faults": 0.1}, "faults is 0.1; it must be a delays.Faults"),
+        (
+            fb.Environment,
+            {"deadline": 2.0},
+            "deadline is 2.0 but delay is None; without delays there are none",
+        ),
+        (
+            fb.Environment,
+            {"delay": Constant(), "deadline": -1.0},
+            "deadline is -1.0; it must be above 0",
+        ),
         (
             fb.Environment,
             {"faults": Faults(leave=0.5)},
@@ -675,7 +789,9 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
         ),
     ],
 )
-def test_wrong_conditions_are_refused_in_one_sentence(kind: Any, given: dict[str, Any], sentence: str) -> None:
+def test_wrong_conditions_are_refused_in_one_sentence(
+    kind: Any, given: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^{re.escape(sentence)}$"):
         kind(**given)
 
@@ -688,18 +804,39 @@ def test_more_stragglers_than_clients_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("delay = 2.0", "environment.delay is 2.0; a table must have model = 'constant' or 'lognormal' or 'pareto'"),
-        ('delay = { model = "gamma" }', "a table must have model = 'constant' or 'lognormal' or 'pareto' or 'trace'"),
-        ('delay = { model = "pareto", sigma = 1.0 }', "unknown key 'environment.delay.sigma'; allowed are mean, shape"),
+        (
+            "delay = 2.0",
+            "environment.delay is 2.0; a table must have model = 'constant' or 'lognormal' or 'pareto'",
+        ),
+        (
+            'delay = { model = "gamma" }',
+            "a table must have model = 'constant' or 'lognormal' or 'pareto' or 'trace'",
+        ),
+        (
+            'delay = { model = "pareto", sigma = 1.0 }',
+            "unknown key 'environment.delay.sigma'; allowed are mean, shape",
+        ),
         ('delay = { model = "constant", mean = "long" }', "environment.delay.mean is 'long'; "),
-        ('delay = { model = "constant", mean = -1 }', "environment.delay.mean is -1; it must be above 0"),
+        (
+            'delay = { model = "constant", mean = -1 }',
+            "environment.delay.mean is -1; it must be above 0",
+        ),
         ('delay = { model = "trace" }', "environment.delay.path is missing"),
         ('delay = { model = "trace", path = "no.csv" }', "no.csv"),
         ("stragglers = 3", "environment.stragglers is 3; it must be a table"),
         ("stragglers = { slowdown = 2 }", "environment.stragglers.clients is missing"),
-        ("stragglers = { clients = 1 }", "[environment] stragglers is Stragglers(clients=1, slowdown=5.0) but delay"),
-        ("deadline = 3.0", "[environment] deadline is 3.0 but delay is None; without delays there are none"),
-        ('deadline = "soon"\ndelay = { model = "constant" }', "environment.deadline is 'soon'; it must be a number"),
+        (
+            "stragglers = { clients = 1 }",
+            "[environment] stragglers is Stragglers(clients=1, slowdown=5.0) but delay",
+        ),
+        (
+            "deadline = 3.0",
+            "[environment] deadline is 3.0 but delay is None; without delays there are none",
+        ),
+        (
+            'deadline = "soon"\ndelay = { model = "constant" }',
+            "environment.deadline is 'soon'; it must be a number",
+        ),
         ("faults = { dorp = 0.1 }", "unknown key 'environment.faults.dorp'; allowed are drop"),
         ("faults = { drop = 2.0 }", "environment.faults.drop is 2.0; it must be in [0, 1]"),
     ],
@@ -727,7 +864,11 @@ def test_conditions_survive_being_written_down(tmp_path: Path) -> None:
     )
     rest = st.lists(
         st.sampled_from(
-            ["stragglers = { clients = 2, slowdown = 3 }", "deadline = 9", "faults = { drop = 0.1, leave = 1 }"]
+            [
+                "stragglers = { clients = 2, slowdown = 3 }",
+                "deadline = 9",
+                "faults = { drop = 0.1, leave = 1 }",
+            ]
         ),
         unique=True,
     )

@@ -16,22 +16,24 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import fedbilevel as fb
-from fedbilevel import memory
 from fedbilevel.algorithms import Algorithm, Message, Phase
-from fedbilevel.delays import LogNormal
-from fedbilevel.execution.meter import Meter
-from fedbilevel.execution.stacked import parts
+from fedbilevel.core import process
+from fedbilevel.execution._meter import Meter
+from fedbilevel.execution.stacked import _parts as parts
 from fedbilevel.federation import Federation, Ledger
+from fedbilevel.federation.delays import LogNormal
 from fedbilevel.federation.ledger import Accounts
 from fedbilevel.federation.phase import Steps
-from fedbilevel.solve import Run
+from fedbilevel.runs.run import Run
 from fedbilevel.tasks.quadratic import quadratic
 from tests.tool import QUADRATIC, done, summary, write
 
 B, K, H, C = 8, 7, 5, 3  # samples, inputs, hidden units, classes
 INPUTS, LABELS = torch.randn(B, K, generator=torch.Generator().manual_seed(0)), torch.arange(B) % C
 IMAGES = torch.randn(B, 4, 9, 9, generator=torch.Generator().manual_seed(1))
-CONVOLUTION = 2 * B * (6 * 7 * 7) * (4 * 3 * 3)  # 6 channels of 7 x 7, each from 4 channels and a 3 x 3 kernel
+CONVOLUTION = (
+    2 * B * (6 * 7 * 7) * (4 * 3 * 3)
+)  # 6 channels of 7 x 7, each from 4 channels and a 3 x 3 kernel
 
 
 def measured(fn: Callable[..., Any], *args: Any) -> Meter:
@@ -63,17 +65,35 @@ def product(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
         # forward, to the weights and to the inputs, of which the first layer needs none
         (grad(mlp, argnums=(0, 1)), [(H, K), (C, H)], 6 * B * (H * K + C * H) - 2 * B * H * K),
         # the hidden layer once; the head forward, to its weight, and both of these differentiated
-        (lambda w, v: product(lambda u: mlp(w, u), v), [(H, K), (C, H)], 2 * B * H * K + 4 * 2 * B * C * H),
+        (
+            lambda w, v: product(lambda u: mlp(w, u), v),
+            [(H, K), (C, H)],
+            2 * B * H * K + 4 * 2 * B * C * H,
+        ),
         (lambda v: (INPUTS @ v) @ torch.ones(B), [(K,)], 2 * B * K + 2 * B),
         (lambda v: torch.addmv(torch.ones(B), INPUTS, v), [(K,)], 2 * B * K),
         (grad(convolution), [(6, 4, 3, 3)], 2 * CONVOLUTION),
-        (vmap(grad(convolution)), [(3, 6, 4, 3, 3)], 3 * 2 * CONVOLUTION),  # vmap makes one of three groups of it
+        (
+            vmap(grad(convolution)),
+            [(3, 6, 4, 3, 3)],
+            3 * 2 * CONVOLUTION,
+        ),  # vmap makes one of three groups of it
         (grad(lambda k: convolution(k, groups=2)), [(6, 2, 3, 3)], CONVOLUTION),
         # a product takes four, and autograd one to the images that nobody asked for
         (lambda k: product(convolution, k), [(6, 4, 3, 3)], 5 * CONVOLUTION),
         (lambda v: (v.exp() * v).sum() + v.norm(), [(K,)], 0),
     ],
-    ids=["mlp", "product", "vectors", "addmv", "convolution", "stacked", "grouped", "convolution-product", "none"],
+    ids=[
+        "mlp",
+        "product",
+        "vectors",
+        "addmv",
+        "convolution",
+        "stacked",
+        "grouped",
+        "convolution-product",
+        "none",
+    ],
 )
 def test_operations_are_the_closed_form(fn: Callable[..., Any], shapes: Any, flops: int) -> None:
     assert measured(fn, *(torch.ones(shape) for shape in shapes)).flops == flops
@@ -88,7 +108,10 @@ def test_operations_are_the_closed_form(fn: Callable[..., Any], shapes: Any, flo
         (lambda a: a * 2, 4),
         (lambda a: ((a * 2 + 1) * 3).exp(), 8),  # each is freed when the next has been made
         (lambda a: [a * k for k in range(5)], 20),
-        (lambda a: (a * 2).view(10, 100).t().reshape(10, 100)[:2], 8),  # one copy of the product, and views
+        (
+            lambda a: (a * 2).view(10, 100).t().reshape(10, 100)[:2],
+            8,
+        ),  # one copy of the product, and views
         (lambda a: torch.zeros(1000).add_(a).mul_(2), 4),
         (lambda a: a.view(10, 100)[1:], 0),
         (grad(lambda a: a.exp().sin().sum()), 12),  # exp a, the cosine of it, their product
@@ -100,12 +123,16 @@ def test_memory_is_what_is_alive_at_once(fn: Callable[[Tensor], Any], kilobytes:
 
 
 @pytest.mark.parametrize("variable", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", None])
-def test_what_is_freed_is_kept_unless_the_user_has_a_say(variable: str | None, monkeypatch: Any) -> None:
+def test_what_is_freed_is_kept_unless_the_user_has_a_say(
+    variable: str | None, monkeypatch: Any
+) -> None:
     told: list[Any] = []
     library = SimpleNamespace(mallopt=lambda *parameter: told.append(parameter))
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: library)
-    monkeypatch.setattr(memory.os, "environ", {"HOME": "", **({variable: "1"} if variable else {})})
-    memory.keep_freed()
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(
+        process.os, "environ", {"HOME": "", **({variable: "1"} if variable else {})}
+    )
+    process.configure_process()
     assert len(told) == (0 if variable else 3)
 
 
@@ -117,15 +144,15 @@ def test_the_garbage_collector_leaves_alone_what_was_there_before_a_run() -> Non
     next(run)
     before = gc.get_freeze_count()
     assert before > 1000
-    with memory.at_rest():
+    with process.relaxed_garbage_collection():
         assert gc.get_freeze_count() >= before
     assert gc.get_freeze_count() >= before, "who did not begin it does not end it"
-    assert gc.get_threshold()[0] == memory.YOUNG
+    assert gc.get_threshold()[0] == process.YOUNG_OBJECTS
     run.close()
     assert (gc.get_freeze_count(), gc.get_threshold()) == (0, threshold)
     try:
         gc.set_threshold(0)
-        with memory.at_rest():
+        with process.relaxed_garbage_collection():
             assert gc.get_threshold()[0] == 0, "who has turned it off has it off"
     finally:
         gc.set_threshold(*threshold)
@@ -188,7 +215,10 @@ def test_clients_with_submodels_pay_for_these_alone() -> None:
     def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy((batch[0] @ x["w"].T).relu() @ y["v"].T, batch[1])
 
-    weights, axes = {"w": torch.ones(8, K), "v": torch.ones(C, 8)}, {"w": ("hidden", None), "v": (None, "hidden")}
+    weights, axes = (
+        {"w": torch.ones(8, K), "v": torch.ones(C, 8)},
+        {"w": ("hidden", None), "v": (None, "hidden")},
+    )
     problem = fb.Problem(loss, loss, x={"w": weights["w"]}, y={"v": weights["v"]}, axes=axes)
     environment = fb.Environment(capacity=[1.0, 0.5])
     fed = fb.simulated_federation(problem, data(B, B, B, B), environment)
@@ -216,7 +246,9 @@ def test_stack_loop_and_chunks_cost_the_same(name: str) -> None:
     apply, x, y = fb.split_module(net, lower="head.")
 
     def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(apply(x, y, batch[0]), batch[1]) + sum((v**2).sum() for v in y.values())
+        return F.cross_entropy(apply(x, y, batch[0]), batch[1]) + sum(
+            (v**2).sum() for v in y.values()
+        )
 
     def ledger(**options: Any) -> Ledger:
         environment = fb.Environment(local_steps=[1, 3, 2, 3], batch_size=4)
@@ -271,7 +303,9 @@ def test_a_task_of_one_step_pays_for_its_end(trace_from: int, monkeypatch: Any) 
 @pytest.mark.parametrize("name", ["simfbo", "afbo"])
 def test_figures_survive_an_interruption_and_a_restart(name: str) -> None:
     task = fb.tasks.load("quadratic", clients=6, samples=4)
-    environment = fb.Environment(participation=3, local_steps=(1, 3), batch_size=2, delay=LogNormal())
+    environment = fb.Environment(
+        participation=3, local_steps=(1, 3), batch_size=2, delay=LogNormal()
+    )
 
     def new() -> Run:
         fed = fb.simulated_federation(task.problem, task.clients, environment)
@@ -305,7 +339,9 @@ def test_figures_survive_an_interruption_and_a_restart(name: str) -> None:
     assert (whole.fed.now, whole.fed.iteration) == (twin.fed.now, twin.fed.iteration)
     for column in Accounts.FIGURES:
         paid = [whole.fed.ledger.clients[i][column] for i in range(6)]
-        assert whole.fed.ledger.totals()[column] == (max(paid) if column == "peak_bytes" else sum(paid))
+        assert whole.fed.ledger.totals()[column] == (
+            max(paid) if column == "peak_bytes" else sum(paid)
+        )
 
 
 def test_accounts_go_back_to_a_mark() -> None:
@@ -320,7 +356,11 @@ def test_accounts_go_back_to_a_mark() -> None:
         accounts.back(mark)
         assert accounts == twin
     accounts.charge([8], {"flops": [4]})
-    assert (accounts.ids.tolist(), accounts[8]["flops"], accounts[8]["peak_bytes"]) == ([3, 1, 8], 4, 0)
+    assert (accounts.ids.tolist(), accounts[8]["flops"], accounts[8]["peak_bytes"]) == (
+        [3, 1, 8],
+        4,
+        0,
+    )
 
 
 # Figures
@@ -345,10 +385,14 @@ def test_clients_are_grouped_by_their_peak_and_by_few_of_them() -> None:
     assert Accounts().groups() == []
 
 
-def test_a_run_can_stop_and_be_evaluated_by_operations_and_its_summary_tells_what_clients_paid(tmp_path: Path) -> None:
+def test_a_run_can_stop_and_be_evaluated_by_operations_and_its_summary_tells_what_clients_paid(
+    tmp_path: Path,
+) -> None:
     file = write(tmp_path / "a.toml", QUADRATIC)
     done("run", file, "--rounds", 6, "--out", tmp_path / "all")
-    lines = [json.loads(line) for line in (tmp_path / "all" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "all" / "metrics.jsonl").read_text().splitlines()
+    ]
     spent = [line["flops"] for line in lines]
     assert spent[0] == 0
     assert spent == sorted(set(spent))
@@ -356,6 +400,12 @@ def test_a_run_can_stop_and_be_evaluated_by_operations_and_its_summary_tells_wha
     assert summary(tmp_path / "less")["rounds"] == 3
     told = summary(tmp_path / "all")
     assert told["flops"] == spent[-1]
-    assert told["peak_bytes"] == lines[-1]["peak_bytes"] == max(group["peak_bytes"] for group in told["clients"])
+    assert (
+        told["peak_bytes"]
+        == lines[-1]["peak_bytes"]
+        == max(group["peak_bytes"] for group in told["clients"])
+    )
     for name in ("flops", "bytes_up", "bytes_down"):
-        assert sum(group["clients"] * group[name] for group in told["clients"]) == pytest.approx(told[name])
+        assert sum(group["clients"] * group[name] for group in told["clients"]) == pytest.approx(
+            told[name]
+        )

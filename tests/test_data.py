@@ -23,7 +23,9 @@ REAL = os.environ.get("FEDBILEVEL_DATA")
 
 def holds(name: str) -> bool:
     source = sources.SOURCES[name]
-    return REAL is not None and all(Path(REAL, source.folder, file).is_file() for file in source.files)
+    return REAL is not None and all(
+        Path(REAL, source.folder, file).is_file() for file in source.files
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,10 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pixels():
-    return {split: np.random.default_rng(7).integers(0, 256, (n, 28, 28)) for split, n in (("train", 5), ("t10k", 3))}
+    return {
+        split: np.random.default_rng(7).integers(0, 256, (n, 28, 28))
+        for split, n in (("train", 5), ("t10k", 3))
+    }
 
 
 @pytest.fixture
@@ -51,7 +56,10 @@ def root(tmp_path, pixels):
             folder / f"{split}-images-idx3-ubyte.gz",
             struct.pack(">IIII", 0x803, n, 28, 28) + images.astype("u1").tobytes(),
         )
-        write(folder / f"{split}-labels-idx1-ubyte.gz", struct.pack(">II", 0x801, n) + bytes([9, 0, 4, 1, 2][:n]))
+        write(
+            folder / f"{split}-labels-idx1-ubyte.gz",
+            struct.pack(">II", 0x801, n) + bytes([9, 0, 4, 1, 2][:n]),
+        )
     return folder.parent
 
 
@@ -75,7 +83,9 @@ def test_digits():
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
     assert x.shape[1:] == x_test.shape[1:] == (1, 8, 8)
     assert len(x) + len(x_test) == len(y) + len(y_test) == 1797
-    torch.testing.assert_close(torch.stack([x.mean(), x.std()]), torch.tensor([0.0, 1.0]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.stack([x.mean(), x.std()]), torch.tensor([0.0, 1.0]), atol=1e-5, rtol=0
+    )
     share = y_test.bincount() / torch.cat([y, y_test]).bincount()
     assert (share - 0.2).abs().max() < 0.003
 
@@ -86,7 +96,9 @@ def test_digits_split_holds_every_image_once():
     digits = data.load("digits")
     x = torch.cat([digits.train[0], digits.test[0]]).flatten(1)
     levels = ((x - x.min()) / (x.max() - x.min()) * 16).round().to(torch.int64)
-    rows = torch.cat([levels, torch.cat([digits.train[1], digits.test[1]]).unsqueeze(1)], 1).tolist()
+    rows = torch.cat(
+        [levels, torch.cat([digits.train[1], digits.test[1]]).unsqueeze(1)], 1
+    ).tolist()
     images, labels = load_digits(return_X_y=True)
     assert sorted(rows) == sorted(np.column_stack([images, labels]).astype(int).tolist())
 
@@ -130,13 +142,21 @@ def test_where_files_are_looked_for(root, cache, monkeypatch, tmp_path):
         ("omniglot", "omniglot/omniglot28.npz"),
     ],
 )
-def test_missing_files_say_where_was_looked_and_what_to_do(name, file, cache, tmp_path, monkeypatch):
+def test_missing_files_say_where_was_looked_and_what_to_do(
+    name, file, cache, tmp_path, monkeypatch
+):
     monkeypatch.setattr("socket.create_connection", no_network)
     folder = file.split("/")[0]
     with pytest.raises(FileNotFoundError) as error:
         (data.characters if name == "omniglot" else data.load)(name, tmp_path / "elsewhere")
     message = str(error.value)
-    for part in (tmp_path / "elsewhere" / folder, cache / folder, "FEDBILEVEL_DATA", "--data-dir", file):
+    for part in (
+        tmp_path / "elsewhere" / folder,
+        cache / folder,
+        "FEDBILEVEL_DATA",
+        "--data-dir",
+        file,
+    ):
         assert str(part) in message
     assert "\n" not in message
 
@@ -157,14 +177,24 @@ def broken(root, file, content):
 
 
 def test_wrong_magic_is_refused(root):
-    broken(root, "train-images-idx3-ubyte.gz", struct.pack(">IIII", 0x801, 5, 28, 28) + bytes(5 * 784))
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz begins with 0x00000801;.* 0x00000803"):
+    broken(
+        root, "train-images-idx3-ubyte.gz", struct.pack(">IIII", 0x801, 5, 28, 28) + bytes(5 * 784)
+    )
+    with pytest.raises(
+        ValueError, match=r"train-images-idx3-ubyte.gz begins with 0x00000801;.* 0x00000803"
+    ):
         data.load("mnist", root)
 
 
 def test_missing_pixels_are_refused(root):
-    broken(root, "t10k-images-idx3-ubyte.gz", struct.pack(">IIII", 0x803, 3, 28, 28) + bytes(3 * 784 - 1))
-    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte.gz holds 2351 bytes; its sizes .* need 2352"):
+    broken(
+        root,
+        "t10k-images-idx3-ubyte.gz",
+        struct.pack(">IIII", 0x803, 3, 28, 28) + bytes(3 * 784 - 1),
+    )
+    with pytest.raises(
+        ValueError, match=r"t10k-images-idx3-ubyte.gz holds 2351 bytes; its sizes .* need 2352"
+    ):
         data.load("mnist", root)
 
 
@@ -178,26 +208,37 @@ def test_truncated_gzip_is_refused(root):
 def test_other_count_of_labels_is_refused(root):
     broken(root, "train-labels-idx1-ubyte.gz", struct.pack(">II", 0x801, 4) + bytes(4))
     with pytest.raises(
-        ValueError, match=r"train-labels-idx1-ubyte.gz has 4 labels, .* \(4, 28, 28\), not \(5, 28, 28\)"
+        ValueError,
+        match=r"train-labels-idx1-ubyte.gz has 4 labels, .* \(4, 28, 28\), not \(5, 28, 28\)",
     ):
         data.load("mnist", root)
 
 
 def test_label_out_of_range_is_refused(root):
-    broken(root, "train-labels-idx1-ubyte.gz", struct.pack(">II", 0x801, 5) + bytes([0, 1, 10, 3, 4]))
-    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte.gz has the label 10 at row 2; it must be 0 to 9"):
+    broken(
+        root, "train-labels-idx1-ubyte.gz", struct.pack(">II", 0x801, 5) + bytes([0, 1, 10, 3, 4])
+    )
+    with pytest.raises(
+        ValueError, match=r"train-labels-idx1-ubyte.gz has the label 10 at row 2; it must be 0 to 9"
+    ):
         data.load("mnist", root)
 
 
 def hub(monkeypatch, repository, column, shape, labels=(3, 0, 9)):
     """A `datasets` package whose `load_dataset` gives these images; returns them by split."""
     rng = np.random.default_rng(1)
-    images = {split: rng.integers(0, 256, (len(labels), *shape), dtype=np.uint8) for split in ("train", "test")}
+    images = {
+        split: rng.integers(0, 256, (len(labels), *shape), dtype=np.uint8)
+        for split in ("train", "test")
+    }
 
     def load_dataset(asked):
         assert asked == repository
         return {
-            split: [{column: Image.fromarray(x), "label": y} for x, y in zip(images[split], labels, strict=True)]
+            split: [
+                {column: Image.fromarray(x), "label": y}
+                for x, y in zip(images[split], labels, strict=True)
+            ]
             for split in images
         }
 
@@ -208,27 +249,38 @@ def hub(monkeypatch, repository, column, shape, labels=(3, 0, 9)):
 def test_downloaded_mnist_is_stored_and_read_again(monkeypatch, cache):
     images = hub(monkeypatch, "ylecun/mnist", "image", (28, 28))
     mnist = data.load("mnist")
-    assert sorted(path.name for path in (cache / "mnist").iterdir()) == sorted(sources.SOURCES["mnist"].files)
+    assert sorted(path.name for path in (cache / "mnist").iterdir()) == sorted(
+        sources.SOURCES["mnist"].files
+    )
     monkeypatch.setitem(sys.modules, "datasets", None)
     data._read.cache_clear()
     again = data.load("mnist")
     assert torch.equal(again.train[0], mnist.train[0])
     assert again.test[1].tolist() == [3, 0, 9]
     restored = (again.test[0].squeeze(1) * 0.3081 + 0.1307) * 255
-    torch.testing.assert_close(restored, torch.from_numpy(images["test"]).float(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        restored, torch.from_numpy(images["test"]).float(), atol=1e-3, rtol=0
+    )
 
 
 def test_downloaded_cifar10_keeps_the_pixels_and_normalises_each_channel(monkeypatch, cache):
     images = hub(monkeypatch, "uoft-cs/cifar10", "img", (32, 32, 3))
     x, y = data.load("cifar10").train
-    assert sorted(path.name for path in (cache / "cifar10").iterdir()) == ["test.parquet", "train.parquet"]
+    assert sorted(path.name for path in (cache / "cifar10").iterdir()) == [
+        "test.parquet",
+        "train.parquet",
+    ]
     assert (x.dtype, y.dtype, y.tolist()) == (torch.float32, torch.int64, [3, 0, 9])
     expected = (images["train"] / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
-    torch.testing.assert_close(x, torch.from_numpy(expected).float().permute(0, 3, 1, 2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        x, torch.from_numpy(expected).float().permute(0, 3, 1, 2), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_interrupted_download_leaves_nothing(monkeypatch, cache):
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda repository: {"train": []}))
+    monkeypatch.setitem(
+        sys.modules, "datasets", SimpleNamespace(load_dataset=lambda repository: {"train": []})
+    )
     with pytest.raises(ValueError, match="need at least one array"):
         data.load("mnist")
     assert list((cache / "mnist").iterdir()) == []
@@ -236,11 +288,15 @@ def test_interrupted_download_leaves_nothing(monkeypatch, cache):
 
 def test_cifar10_label_out_of_range_is_refused(monkeypatch):
     hub(monkeypatch, "uoft-cs/cifar10", "img", (32, 32, 3), labels=(3, -1))
-    with pytest.raises(ValueError, match=r"train.parquet has the label -1 at row 1; it must be 0 to 9"):
+    with pytest.raises(
+        ValueError, match=r"train.parquet has the label -1 at row 1; it must be 0 to 9"
+    ):
         data.load("cifar10")
 
 
-@pytest.mark.parametrize("columns", [{"image": [b""], "label": [1]}, {"img": [b"not an image"], "label": [1]}])
+@pytest.mark.parametrize(
+    "columns", [{"image": [b""], "label": [1]}, {"img": [b"not an image"], "label": [1]}]
+)
 def test_other_parquet_is_refused(tmp_path, columns):
     from pyarrow import parquet, table
 
@@ -264,7 +320,10 @@ def test_breast_cancer_is_standardised_and_split_by_class():
     raw = torch.from_numpy(raw)
     for column in (0, 29):  # the same values, moved and scaled
         order, back = held[:, column].argsort(), raw[:, column].argsort()
-        assert float(torch.corrcoef(torch.stack([held[order, column], raw[back, column]]))[0, 1]) > 1 - 1e-9
+        assert (
+            float(torch.corrcoef(torch.stack([held[order, column], raw[back, column]]))[0, 1])
+            > 1 - 1e-9
+        )
     assert int(torch.cat([y, y_test]).sum()) == labels.sum()
 
 
@@ -276,7 +335,9 @@ def covertype(folder, X, y):
 
 def forest(rows=100):
     rng = np.random.default_rng(2)
-    X = np.concatenate([rng.integers(-50, 3000, (rows, 10)), rng.integers(0, 2, (rows, 44))], 1).astype(np.int16)
+    X = np.concatenate(
+        [rng.integers(-50, 3000, (rows, 10)), rng.integers(0, 2, (rows, 44))], 1
+    ).astype(np.int16)
     return X, (1 + np.arange(rows) % 7).astype(np.uint8)
 
 
@@ -297,7 +358,9 @@ def test_covertype_standardises_what_is_measured_and_leaves_indicators(tmp_path)
 
 def test_downloaded_covertype_is_stored_and_read_again(monkeypatch, cache):
     X, y = forest()
-    monkeypatch.setattr("sklearn.datasets.fetch_covtype", lambda **options: (X.astype(float), y.astype(np.int32)))
+    monkeypatch.setattr(
+        "sklearn.datasets.fetch_covtype", lambda **options: (X.astype(float), y.astype(np.int32))
+    )
     first = data.load("covertype")
     assert [path.name for path in (cache / "covtype").iterdir()] == ["covtype.npz"]
     monkeypatch.setattr("sklearn.datasets.fetch_covtype", no_network)
@@ -309,15 +372,23 @@ def test_downloaded_covertype_is_stored_and_read_again(monkeypatch, cache):
 
 def test_other_covertype_files_are_refused(tmp_path):
     X, y = forest()
-    with pytest.raises(ValueError, match=r"covtype.npz has the label 0 at row 0; it must be 1 to 7"):
+    with pytest.raises(
+        ValueError, match=r"covtype.npz has the label 0 at row 0; it must be 1 to 7"
+    ):
         data.load("covertype", covertype(tmp_path, X, y - 1))
-    with pytest.raises(ValueError, match=r"covtype.npz has 99 labels, which need inputs of shape \(99, 54\)"):
+    with pytest.raises(
+        ValueError, match=r"covtype.npz has 99 labels, which need inputs of shape \(99, 54\)"
+    ):
         data.load("covertype", covertype(tmp_path, X, y[1:]))
     np.savez(tmp_path / "covtype" / "covtype.npz", features=X, y=y)
-    with pytest.raises(ValueError, match=r"covtype.npz must be an npz file with the arrays X and y"):
+    with pytest.raises(
+        ValueError, match=r"covtype.npz must be an npz file with the arrays X and y"
+    ):
         data.load("covertype", tmp_path)
     (tmp_path / "covtype" / "covtype.npz").write_bytes(b"PK, but no archive")
-    with pytest.raises(ValueError, match=r"covtype.npz must be an npz file with the arrays X and y"):
+    with pytest.raises(
+        ValueError, match=r"covtype.npz must be an npz file with the arrays X and y"
+    ):
         data.load("covertype", tmp_path)
 
 
@@ -325,7 +396,8 @@ def test_digit_characters_are_whole_digits_apart_and_hands_share_no_image():
     from sklearn.datasets import load_digits
 
     where = {
-        tuple(image): label for image, label in zip(*map(np.ndarray.tolist, load_digits(return_X_y=True)), strict=True)
+        tuple(image): label
+        for image, label in zip(*map(np.ndarray.tolist, load_digits(return_X_y=True)), strict=True)
     }
 
     def kind(character):
@@ -341,23 +413,40 @@ def test_digit_characters_are_whole_digits_apart_and_hands_share_no_image():
     digits = data.characters("digits")
     assert (digits.train.shape, digits.test.shape) == ((112, 20, 1, 8, 8), (12, 20, 1, 8, 8))
     tests = [kind(character) for character in digits.test]
-    assert sorted(found for found, _ in tests) == [(digit, turn) for digit in (3, 4, 7) for turn in range(4)]
+    assert sorted(found for found, _ in tests) == [
+        (digit, turn) for digit in (3, 4, 7) for turn in range(4)
+    ]
     kinds, images = zip(*map(kind, digits.train), strict=True)
-    assert sorted(kinds[:56]) == sorted(kinds[30:86]) == [(d, turn) for d in (0, 1, 2, 5, 6, 8, 9) for turn in range(8)]
+    assert (
+        sorted(kinds[:56])
+        == sorted(kinds[30:86])
+        == [(d, turn) for d in (0, 1, 2, 5, 6, 8, 9) for turn in range(8)]
+    )
     for one, other in zip(images[:56], images[56:], strict=True):
         assert len(one | other) == 40
 
 
-OMNIGLOT = {"A/character01": 1, "A/character02": 1, "B/character01": 0}  # characters, and which are in the background
+OMNIGLOT = {
+    "A/character01": 1,
+    "A/character02": 1,
+    "B/character01": 0,
+}  # characters, and which are in the background
 
 
 def write_omniglot(folder, **changes):
     (folder / "omniglot").mkdir(parents=True, exist_ok=True)
     images = np.random.default_rng(3).integers(0, 256, (60, 28, 28)).astype(np.uint8)
     character = (np.arange(60) % 3).astype(np.int16)  # not sorted
-    arrays = {"images": images, "character": character, "alphabet": (character == 2).astype(np.uint8)}
+    arrays = {
+        "images": images,
+        "character": character,
+        "alphabet": (character == 2).astype(np.uint8),
+    }
     arrays |= {"alphabet_is_background": np.array([1, 0], dtype=np.uint8), **changes}
-    np.savez(folder / "omniglot" / "omniglot28.npz", **{name: a for name, a in arrays.items() if a is not None})
+    np.savez(
+        folder / "omniglot" / "omniglot28.npz",
+        **{name: a for name, a in arrays.items() if a is not None},
+    )
     return images
 
 
@@ -373,7 +462,10 @@ def test_omniglot_files(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"alphabet": None}, "must be an npz file with the arrays images, alphabet, character and alphabet_is_backgr"),
+        (
+            {"alphabet": None},
+            "must be an npz file with the arrays images, alphabet, character and alphabet_is_backgr",
+        ),
         (
             {"images": np.zeros((60, 105, 105))},
             r"has 60 labels, which need inputs of shape \(60, 28, 28\), not \(60, 105",
@@ -389,16 +481,23 @@ def test_other_omniglot_files_are_refused(tmp_path, changes, message):
 
 
 def test_downloaded_omniglot_is_averaged_stored_and_read_again(monkeypatch, cache):
-    pixels = {name: np.random.default_rng(i).random((20, 105, 105)) < 0.5 for i, name in enumerate(OMNIGLOT)}
+    pixels = {
+        name: np.random.default_rng(i).random((20, 105, 105)) < 0.5
+        for i, name in enumerate(OMNIGLOT)
+    }
 
     def answer(url, timeout):
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w") as content:
             for number, (name, background) in enumerate(OMNIGLOT.items()):
-                for drawer, drawing in enumerate(pixels[name] if ("background" in url) == background else []):
+                for drawer, drawing in enumerate(
+                    pixels[name] if ("background" in url) == background else []
+                ):
                     file = io.BytesIO()
                     Image.fromarray(drawing).save(file, "PNG")
-                    content.writestr(f"images/{name}/{number:04d}_{drawer:02d}.png", file.getvalue())
+                    content.writestr(
+                        f"images/{name}/{number:04d}_{drawer:02d}.png", file.getvalue()
+                    )
         archive.seek(0)
         archive.url = url
         return archive
@@ -418,7 +517,10 @@ def test_downloaded_omniglot_is_averaged_stored_and_read_again(monkeypatch, cach
 @pytest.mark.skipif(not holds("omniglot"), reason="$FEDBILEVEL_DATA holds no omniglot")
 def test_real_omniglot():
     omniglot = data.characters("omniglot", REAL)
-    assert (omniglot.train.shape, omniglot.test.shape) == ((964, 20, 1, 28, 28), (659, 20, 1, 28, 28))
+    assert (omniglot.train.shape, omniglot.test.shape) == (
+        (964, 20, 1, 28, 28),
+        (659, 20, 1, 28, 28),
+    )
     assert 0.07 < omniglot.train.mean() < 0.09  # little ink, and it is 1
     means = torch.cat([omniglot.train, omniglot.test]).flatten(2).mean(1)
     assert len(means.unique(dim=0)) == 1623
@@ -443,7 +545,9 @@ def test_real_cifar10():
     assert y.bincount().tolist() == [5000] * 10
     assert y_test.bincount().tolist() == [1000] * 10
     assert x.mean((0, 2, 3)).abs().max() < 0.01
-    assert (x.std((0, 2, 3)) - 1).abs().max() < 0.01  # a copy re-encoded as JPEG is a little below 1
+    assert (
+        x.std((0, 2, 3)) - 1
+    ).abs().max() < 0.01  # a copy re-encoded as JPEG is a little below 1
     data._read.cache_clear()  # 700 MB
 
 
@@ -454,6 +558,8 @@ def test_real_covertype():
     assert (x.shape, x_test.shape) == ((464810, 54), (116202, 54))
     counts = [211840, 283301, 35754, 2747, 9493, 17367, 20510]
     assert torch.cat([y, y_test]).bincount().tolist() == counts
-    assert (y[:10000].bincount() / 10000 - torch.tensor(counts) / 581012).abs().max() < 0.02  # shuffled
+    assert (
+        y[:10000].bincount() / 10000 - torch.tensor(counts) / 581012
+    ).abs().max() < 0.02  # shuffled
     assert torch.equal(x[:, 14:].sum(1), torch.ones(len(x)))
     data._read.cache_clear()  # 125 MB

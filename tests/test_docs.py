@@ -15,10 +15,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 def snippets(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name
+)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fb.algorithms, "_registry", dict(fb.algorithms._registry))
@@ -31,14 +35,18 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     if page.name == "CONTRIBUTING.md":
         task = fb.tasks.load("quadratic", clients=3, condition=3.0)
         method = names["SOBA"](lr_x=0.06, lr_y=0.4)
-        result = fb.solve(task.problem, task.clients, method, rounds=300, evaluate=task.evaluate, every=300)
+        result = fb.solve(
+            task.problem, task.clients, method, rounds=300, evaluate=task.evaluate, every=300
+        )
         assert result.history[-1]["hypergradient_norm"] < 1e-6
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
+        assert (page.parent / target).exists(), (
+            f"{page.name} links to {target}, which does not exist"
+        )
 
 
 def test_the_readme_lists_every_algorithm() -> None:
@@ -57,7 +65,9 @@ def test_the_errata_name_tests_that_exist() -> None:
     named = set(re.findall(r"`(test_\w+)", page))
     assert named
     assert [name for name in named if f"def {name}(" not in defined] == []
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("|")]
+    rows = [
+        re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("|")
+    ]
     claims = [row for row in rows if len(row) == 4 and row[0].strip() not in ("where", "---")]
     assert len(claims) > 50
     assert [row[0] for row in claims if not re.search(r"`test_|^ reading", row[2])] == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbilevel import Environment
-from fedbilevel.rng import fold_in, root
+from fedbilevel.core.rng import fold_in, root
 
 KEYS = fold_in(root(2, "test"), torch.arange(6000))
 
@@ -90,7 +90,11 @@ def test_drawn_steps_belong_to_the_key():
             ValueError,
             "local_steps is (1, 2, 3); a tuple must be (low, high) with low <= high",
         ),
-        ({"local_steps": ()}, ValueError, "local_steps is (); a tuple must be (low, high) with low <= high"),
+        (
+            {"local_steps": ()},
+            ValueError,
+            "local_steps is (); a tuple must be (low, high) with low <= high",
+        ),
         ({"batch_size": 0}, ValueError, "batch_size is 0; it must be at least 1"),
         ({"batch_size": 16.0}, TypeError, "batch_size is 16.0; it must be a whole number"),
         ({"min_replies": 0}, ValueError, "min_replies is 0; it must be at least 1"),
@@ -105,8 +109,14 @@ def test_refusals(given, kind, sentence):
     ("given", "sentence"),
     [
         ({"participation": 6}, "participation is 6; there are only 5 clients"),
-        ({"participation": 2, "min_replies": 3}, "min_replies is 3; only 2 clients are asked a round"),
-        ({"participation": 0.4, "min_replies": 3}, "min_replies is 3; only 2 clients are asked a round"),
+        (
+            {"participation": 2, "min_replies": 3},
+            "min_replies is 3; only 2 clients are asked a round",
+        ),
+        (
+            {"participation": 0.4, "min_replies": 3},
+            "min_replies is 3; only 2 clients are asked a round",
+        ),
         ({"local_steps": [1, 2]}, "local_steps is a list of 2 entries; there are 5 clients"),
     ],
 )

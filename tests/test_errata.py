@@ -64,7 +64,9 @@ def momenta(tau: int, beta: float, storm: bool) -> Tensor:
 @pytest.mark.parametrize("tau", [1, 2, 7, 15])
 @pytest.mark.parametrize("beta", [0.01, 0.25, 0.9])
 def test_lemma_1_of_asfbo_is_right_and_its_coefficients_sum_to_tau(beta: float, tau: int) -> None:
-    printed = [(1 - (1 - beta) ** tau) / beta] + [1 - (1 - beta) ** (tau - k) for k in range(1, tau)]
+    printed = [(1 - (1 - beta) ** tau) / beta] + [
+        1 - (1 - beta) ** (tau - k) for k in range(1, tau)
+    ]
     unrolled = momenta(tau, beta, storm=False).sum(0)
     torch.testing.assert_close(unrolled[:tau], torch.tensor(printed, dtype=torch.float64))
     assert sum(printed) == pytest.approx(tau)
@@ -75,7 +77,9 @@ def test_storms_coefficients_sum_to_tau_and_their_l1_norm_does_not() -> None:
     a = momenta(tau, beta, storm=True).sum(0)
     assert float(a.sum()) == pytest.approx(tau)
     assert float(a.abs().sum()) == pytest.approx(47.4, abs=0.1)
-    torch.testing.assert_close(a[:tau] + a[tau:], torch.ones(tau, dtype=torch.float64))  # one a point, were batches one
+    torch.testing.assert_close(
+        a[:tau] + a[tau:], torch.ones(tau, dtype=torch.float64)
+    )  # one a point, were batches one
 
 
 def test_a_momentum_step_is_not_its_coefficient_times_the_gradient() -> None:
@@ -100,7 +104,9 @@ def test_the_reweighted_solution_is_not_stationary_for_the_real_problem() -> Non
     A, _, _, e, _, D = of._means(w)
     z = torch.linalg.solve(A, y - e + D @ x)
     surrogates = torch.stack([upper_gradients(m, x, y)[0] + m[1].T @ z for m in matrices(of)])
-    assert (torch.tensor(w).double() @ surrogates).norm() < 1e-11  # the right side of (195), and of SimFBO's (59)
+    assert (
+        torch.tensor(w).double() @ surrogates
+    ).norm() < 1e-11  # the right side of (195), and of SimFBO's (59)
     assert surrogates.mean(0).norm() > 0.1  # what it is to bound
 
 
@@ -251,7 +257,9 @@ def test_rabo_as_printed_ascends() -> None:
     G = torch.stack(moved).mean(0)
 
     def lower(y: Tensor) -> float:
-        return float(torch.stack([y @ A @ y / 2 - y @ (B @ x + c) for A, B, c, *_ in matrices(of)]).mean())
+        return float(
+            torch.stack([y @ A @ y / 2 - y @ (B @ x + c) for A, B, c, *_ in matrices(of)]).mean()
+        )
 
     assert lower(y - beta * G) > lower(y) > lower(y + beta * G)
 
@@ -259,7 +267,9 @@ def test_rabo_as_printed_ascends() -> None:
 POINTS = torch.stack([torch.sin(torch.arange(5, dtype=torch.float64) * k) for k in (1, 2, 3, 4, 6)])
 
 
-def rafbo(m: tuple[Tensor, ...], x: Tensor, y: Tensor, mu: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+def rafbo(
+    m: tuple[Tensor, ...], x: Tensor, y: Tensor, mu: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2 on all coordinates: the direct part, the indirect part as printed (it is added), the true one."""
     A, B, c, *_ = m
     f_x, f_y = upper_gradients(m, x, y)
@@ -271,7 +281,9 @@ def rafbo(m: tuple[Tensor, ...], x: Tensor, y: Tensor, mu: float = 1e-6) -> tupl
     return f_x, torch.stack([d @ f_y for d in delta]), B.T @ torch.linalg.solve(A, f_y)
 
 
-@pytest.mark.parametrize(("condition", "least", "uphill"), [(1.0, 0.9999, 17), (1.5, 0.95, 18), (30.0, 0.3, 20)])
+@pytest.mark.parametrize(
+    ("condition", "least", "uphill"), [(1.0, 0.9999, 17), (1.5, 0.95, 18), (30.0, 0.3, 20)]
+)
 def test_rafbo_as_printed_points_uphill(condition: float, least: float, uphill: int) -> None:
     """Cosines with the true hypergradient, at 20 points. With the sign turned: 1 at condition number 1, then less and
     less, for want of the inverse Hessian. As printed: negative where the indirect part is the larger one."""
@@ -283,7 +295,13 @@ def test_rafbo_as_printed_points_uphill(condition: float, least: float, uphill: 
             direct, printed, true = rafbo(m, x, of.y_star({"x": x})["y"])
             whole = direct + true
             torch.testing.assert_close(whole, of.gradient({"x": x})["x"], rtol=0, atol=1e-8)
-            cosines.append([cosine(printed, true), cosine(direct - printed, whole), cosine(direct + printed, whole)])
+            cosines.append(
+                [
+                    cosine(printed, true),
+                    cosine(direct - printed, whole),
+                    cosine(direct + printed, whole),
+                ]
+            )
     indirect, turned, as_printed = torch.tensor(cosines).T
     assert indirect.max() < -0.86
     assert turned.min() == pytest.approx(least, abs=0.005)
@@ -295,7 +313,10 @@ def test_rafbos_error_does_not_vanish_with_mu() -> None:
     of = federation(clients=1)
     (m,) = matrices(of)
     y = of.y_star({"x": POINTS[0]})["y"]
-    errors = [(printed - true).norm() for _, printed, true in (rafbo(m, POINTS[0], y, mu) for mu in (1e-2, 1e-4, 1e-6))]
+    errors = [
+        (printed - true).norm()
+        for _, printed, true in (rafbo(m, POINTS[0], y, mu) for mu in (1e-2, 1e-4, 1e-6))
+    ]
     assert min(errors) > 0.5
     assert max(errors) - min(errors) < 1e-6
 
@@ -306,12 +327,19 @@ def test_the_mean_of_local_hypergradients_ends_elsewhere() -> None:
     for seed in range(4):
         of = federation(seed=seed)
         at_zero = mean_of_local_hypergradients(of, zero)
-        slope = torch.stack([mean_of_local_hypergradients(of, unit) - at_zero for unit in torch.eye(5).double()], dim=1)
+        slope = torch.stack(
+            [mean_of_local_hypergradients(of, unit) - at_zero for unit in torch.eye(5).double()],
+            dim=1,
+        )
         there = torch.linalg.solve(slope, -at_zero)
         assert mean_of_local_hypergradients(of, there).norm() < 1e-12
-        assert of.gradient({"x": there})["x"].norm() > 0.5 * of.gradient({"x": zero})["x"].norm() > 0.4
+        assert (
+            of.gradient({"x": there})["x"].norm() > 0.5 * of.gradient({"x": zero})["x"].norm() > 0.4
+        )
     like = federation(heterogeneity=0.0)
-    torch.testing.assert_close(mean_of_local_hypergradients(like, POINTS[0]), like.gradient({"x": POINTS[0]})["x"])
+    torch.testing.assert_close(
+        mean_of_local_hypergradients(like, POINTS[0]), like.gradient({"x": POINTS[0]})["x"]
+    )
 
 
 @pytest.mark.parametrize("s", [0.1, 0.5, 1.0, 4.0])
@@ -359,15 +387,25 @@ def test_capacity_is_a_width_ratio() -> None:
     ratios = [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16]
     assert sum(r**2 for r in ratios) / 5 == pytest.approx(0.2664, abs=1e-4)
     assert sum(ratios) / 5 == pytest.approx(0.3875)
-    assert (1 + sum(r**2 for r in ratios) / 5) / 2 == pytest.approx(0.633, abs=1e-3)  # full model down, submodel up
+    assert (1 + sum(r**2 for r in ratios) / 5) / 2 == pytest.approx(
+        0.633, abs=1e-3
+    )  # full model down, submodel up
 
 
 def test_improvements_of_rabos_table_ii() -> None:
     """RABO 9.43 and RAFBO 6.59 points over the mean of the four submodel baselines: right as printed."""
-    baselines = [[72.34, 85.09, 42.99, 51.01], [73.58, 86.16, 45.45, 51.92], [73.74, 86.95, 47.25, 55.29]]
+    baselines = [
+        [72.34, 85.09, 42.99, 51.01],
+        [73.58, 86.16, 45.45, 51.92],
+        [73.74, 86.95, 47.25, 55.29],
+    ]
     mean = torch.tensor([*baselines, [74.33, 87.78, 49.52, 55.87]]).mean()
-    assert float(torch.tensor([76.05, 89.12, 54.97, 77.41]).mean() - mean) == pytest.approx(9.43, abs=0.005)
-    assert float(torch.tensor([75.09, 88.57, 51.37, 71.16]).mean() - mean) == pytest.approx(6.59, abs=0.005)
+    assert float(torch.tensor([76.05, 89.12, 54.97, 77.41]).mean() - mean) == pytest.approx(
+        9.43, abs=0.005
+    )
+    assert float(torch.tensor([75.09, 88.57, 51.37, 71.16]).mean() - mean) == pytest.approx(
+        6.59, abs=0.005
+    )
 
 
 # AFBO
@@ -429,10 +467,14 @@ def test_a_linear_regulariser_leaves_no_lower_solution() -> None:
     labels, phi = torch.tensor([1.0, -1.0]).double(), torch.tensor([1.0, -1.5, 2.0]).double()
 
     def lower(w: Tensor, squared: bool) -> Tensor:
-        return F.softplus(-labels * (features @ w)).mean() + (phi.abs() * w**2 if squared else phi * w).sum()
+        return (
+            F.softplus(-labels * (features @ w)).mean()
+            + (phi.abs() * w**2 if squared else phi * w).sum()
+        )
 
     least = {
-        squared: float(torch.linalg.eigvalsh(jacrev(grad(lower))(0.1 * phi, squared))[0]) for squared in (False, True)
+        squared: float(torch.linalg.eigvalsh(jacrev(grad(lower))(0.1 * phi, squared))[0])
+        for squared in (False, True)
     }
     assert least[False] == pytest.approx(0, abs=1e-12)
     assert least[True] >= 2

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
-from fedbilevel.algorithms import rounds
-from fedbilevel.solve import Run
+from fedbilevel.algorithms import shared as rounds
+from fedbilevel.runs.run import Run
 
 from .test_nested import SMALL, means, step_on_x, task
 
@@ -30,14 +30,20 @@ def test_fedmbo_is_unbiased_over_all_its_draws(weights: Any) -> None:
     of, lam, N = task(clients=2), 0.6, 3
     A, B, _, e, t, _ = of._means(weights)
     method = fb.algorithms.FedMBO(lr_x=0.1, lr_y=1e-12, neumann_lr=lam, neumann_steps=N)
-    fed = fb.simulated_federation(of.problem, of.clients, fb.Environment(participation=1), weights=weights)
+    fed = fb.simulated_federation(
+        of.problem, of.clients, fb.Environment(participation=1), weights=weights
+    )
     start, expected = method.init(of.problem), torch.zeros(5, dtype=torch.float64)
     for length in range(N):
-        choices = list(itertools.product(range(2), repeat=length + 2))  # v, the factors, the last product
+        choices = list(
+            itertools.product(range(2), repeat=length + 2)
+        )  # v, the factors, the last product
         for clients in choices:
             draws = [length, *clients]
             fed.draw = lambda count, draws=draws: draws.pop(0)  # type: ignore[method-assign, misc]
-            expected += (start.x["x"] - method.iterate(start, fed).x["x"]) / (0.1 * N * len(choices))
+            expected += (start.x["x"] - method.iterate(start, fed).x["x"]) / (
+                0.1 * N * len(choices)
+            )
     torch.testing.assert_close(expected, -t + B.T @ neumann(A, -e, lam, N), rtol=0, atol=1e-9)
 
 
@@ -52,7 +58,9 @@ def test_fednest_is_unbiased_over_all_its_cohorts() -> None:
         cohorts = [[0], *([client] for client in chosen)]
         fed.sample = lambda cohorts=cohorts: cohorts.pop(0)  # type: ignore[method-assign, misc]
         steps.append((start.x["x"] - method.iterate(start, fed).x["x"]) / 0.1)
-    torch.testing.assert_close(torch.stack(steps).mean(0), -t + B.T @ neumann(A, -e, lam, 2), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        torch.stack(steps).mean(0), -t + B.T @ neumann(A, -e, lam, 2), rtol=0, atol=1e-9
+    )
 
 
 def test_aggitd_is_biased_on_one_cohort_and_not_on_everyone() -> None:
@@ -62,14 +70,22 @@ def test_aggitd_is_biased_on_one_cohort_and_not_on_everyone() -> None:
     method = fb.algorithms.AggITD(**SMALL, neumann_lr=lam, inner_rounds=N)
 
     def mean(cohorts: list[tuple[int, ...]]) -> Tensor:
-        return torch.stack([step_on_x(of, method, [q], list(c)) for c in cohorts for q in range(N + 1)]).mean(0)
+        return torch.stack(
+            [step_on_x(of, method, [q], list(c)) for c in cohorts for q in range(N + 1)]
+        ).mean(0)
 
     indirect = B.T @ neumann(A, -e, lam, N + 1)
     torch.testing.assert_close(mean([(0, 1, 2, 3)]), -t + indirect, rtol=0, atol=1e-8)
     assert (mean(list(itertools.combinations(range(4), 2))) + t - indirect).norm() > indirect.norm()
 
 
-LOCAL = {"lr_x": 1e-12, "lr_y": 1e-12, "neumann_lr": 0.8, "neumann_steps": 4, "truncation": "random"}
+LOCAL = {
+    "lr_x": 1e-12,
+    "lr_y": 1e-12,
+    "neumann_lr": 0.8,
+    "neumann_steps": 4,
+    "truncation": "random",
+}
 
 
 @pytest.mark.parametrize("name", ["localbsgm", "localbsgvr", "adafbio"])
@@ -82,9 +98,13 @@ def test_local_truncation_is_unbiased_over_all_lengths(name: str, monkeypatch: A
     x, y = of.problem.start
     found = []
     for length in range(4):
-        monkeypatch.setattr(rounds, "integers", lambda key, low, high, length=length: torch.tensor(length))
+        monkeypatch.setattr(
+            rounds, "integers", lambda key, low, high, length=length: torch.tensor(length)
+        )
         found.append(fed.ask(method.begin(), [0], x=x, y=y).mean("u")["x"])
-    torch.testing.assert_close(torch.stack(found).mean(0), -t + B.T @ neumann(A, -e, 0.8, 4), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.stack(found).mean(0), -t + B.T @ neumann(A, -e, 0.8, 4), rtol=0, atol=1e-12
+    )
     assert (found[0] - found[3]).norm() > 0.1
 
 

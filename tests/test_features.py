@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
-from fedbilevel.algorithms.rounds import LowerGradient
+from fedbilevel.algorithms.shared import LowerGradient
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.federation import ClientError
-from fedbilevel.oracle import Oracle
-from fedbilevel.solve import Run
+from fedbilevel.runs.run import Run
 
 EPOCHS: dict[str, Any] = {"lower_steps": "2 epochs", "inner_rounds": 2}
 
 
 def both(dropout: float) -> tuple[fb.Problem, fb.Problem, Any]:
     """A task in float64, and the same with the whole network in its losses."""
-    task = fb.tasks.load("hyper-representation", data="digits", clients=6, hidden=12, dropout=dropout, samples=240)
+    task = fb.tasks.load(
+        "hyper-representation", data="digits", clients=6, hidden=12, dropout=dropout, samples=240
+    )
     calls: list[int] = []
 
     def embed(x: fb.Tree, data: tuple[Tensor, Tensor]) -> Any:
@@ -30,9 +32,14 @@ def both(dropout: float) -> tuple[fb.Problem, fb.Problem, Any]:
     def whole(loss: Any) -> Any:
         return lambda x, y, data, rng: loss(x, y, embed(x, data), rng)
 
-    start = {name: {key: t.double() for key, t in getattr(task.problem, name).items()} for name in ("x", "y")}
+    start = {
+        name: {key: t.double() for key, t in getattr(task.problem, name).items()}
+        for name in ("x", "y")
+    }
     problem = dataclasses.replace(task.problem, **start, embed=embed)
-    plain = dataclasses.replace(problem, embed=None, upper=whole(problem.upper), lower=whole(problem.lower))
+    plain = dataclasses.replace(
+        problem, embed=None, upper=whole(problem.upper), lower=whole(problem.lower)
+    )
     return problem, plain, (task.clients, calls)
 
 
@@ -40,10 +47,17 @@ def both(dropout: float) -> tuple[fb.Problem, fb.Problem, Any]:
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("fednest", {"compat": "reference", **EPOCHS}), ("fednest", EPOCHS), ("aggitd", EPOCHS), ("simfbo", {})],
+    [
+        ("fednest", {"compat": "reference", **EPOCHS}),
+        ("fednest", EPOCHS),
+        ("aggitd", EPOCHS),
+        ("simfbo", {}),
+    ],
     ids=["reference", "fednest", "aggitd", "simfbo"],
 )
-def test_embedding_changes_costs_not_numbers(name: str, settings: Any, dropout: float, mode: Any) -> None:
+def test_embedding_changes_costs_not_numbers(
+    name: str, settings: Any, dropout: float, mode: Any
+) -> None:
     problem, plain, (clients, calls) = both(dropout)
     environment = fb.Environment(participation=3, batch_size=12, local_steps=2)
     runs, samples = [], []
@@ -64,7 +78,9 @@ def test_embedding_changes_costs_not_numbers(name: str, settings: Any, dropout: 
     ]
     if name != "simfbo":
         assert here["flops"] < there["flops"]
-        assert samples[0] < samples[1] or mode == "stack"  # whose calls are for many clients at once
+        assert (
+            samples[0] < samples[1] or mode == "stack"
+        )  # whose calls are for many clients at once
 
 
 def test_features_are_kept_for_the_next_task_at_the_same_x_and_no_longer() -> None:
@@ -86,7 +102,9 @@ def test_features_are_kept_for_the_next_task_at_the_same_x_and_no_longer() -> No
     assert not torch.allclose(asked[3][1], asked[4][1])
     flops = fed.ledger.phases["gradient"].flops
     ask(x, [1, 2])
-    assert fed.ledger.phases["gradient"].flops == flops * 6 // 5, "a client pays for its features in every task"
+    assert fed.ledger.phases["gradient"].flops == flops * 6 // 5, (
+        "a client pays for its features in every task"
+    )
 
 
 class Wrong(LowerGradient):
@@ -115,5 +133,9 @@ def test_both_batches_go_through_the_backbone_together_where_it_pays() -> None:
         ours = Oracle(problem).directions(x, y, z, batch)
         assert calls == passes
         theirs = Oracle(plain).directions(x, y, z, batch)
-        for a, b in zip(torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs), strict=True):
+        for a, b in zip(
+            torch.utils._pytree.tree_leaves(ours),
+            torch.utils._pytree.tree_leaves(theirs),
+            strict=True,
+        ):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13)

@@ -17,17 +17,17 @@ from torch import Tensor
 import fedbilevel as fb
 from fedbilevel.algorithms import Message, Phase
 from fedbilevel.algorithms.rabo import LocalHypergradientByDifferences
-from fedbilevel.algorithms.rounds import HessianProduct, LowerRound
+from fedbilevel.algorithms.shared import HessianProduct, LowerRound
 from fedbilevel.algorithms.simfbo import Descend
-from fedbilevel.delays import Constant, Faults
-from fedbilevel.execution.stacked import batches
-from fedbilevel.execution.stacked.batches import Extent
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.rng import fold_in, rows
+from fedbilevel.core.submodels import choose, segments
+from fedbilevel.execution.stacked import _batches as batches
+from fedbilevel.execution.stacked._batches import Extent
 from fedbilevel.federation import ClientError, Federation, Ledger, QuorumError
+from fedbilevel.federation.delays import Constant, Faults
 from fedbilevel.federation.phase import Steps
 from fedbilevel.federation.task import on_client
-from fedbilevel.oracle import Oracle
-from fedbilevel.rng import fold_in, rows
-from fedbilevel.submodels import choose, segments
 
 
 class Probe(Phase):
@@ -41,11 +41,17 @@ class Probe(Phase):
     steps: Steps = "local"
 
     def start(self, m: Message) -> Any:
-        return fb.Tree(x=torch.zeros(1, dtype=torch.float64)), torch.zeros((), dtype=torch.float64), m.own * m.scale
+        return (
+            fb.Tree(x=torch.zeros(1, dtype=torch.float64)),
+            torch.zeros((), dtype=torch.float64),
+            m.own * m.scale,
+        )
 
     def step(self, carry: Any, oracle: Oracle, batch: fb.Batch) -> Any:
         seen, evaluations, own = carry
-        oracle.lower_gradient_y(fb.Tree(x=seen["x"]), fb.Tree(y=torch.zeros(1, dtype=torch.float64)), batch)
+        oracle.lower_gradient_y(
+            fb.Tree(x=seen["x"]), fb.Tree(y=torch.zeros(1, dtype=torch.float64)), batch
+        )
         return seen + fb.Tree(x=batch.train[0].mean(0)), evaluations + 1, own
 
     def finish(self, carry: Any) -> dict[str, Any]:
@@ -104,7 +110,9 @@ def federation(sizes: Sequence[int] = (4, 4, 4), clients: Any = None, **options:
         x={"x": torch.ones(1, dtype=torch.float64)},
         y={"y": torch.ones(1, dtype=torch.float64)},
     )
-    data = [torch.arange(n, dtype=torch.float64).unsqueeze(1) + 100 * i for i, n in enumerate(sizes)]
+    data = [
+        torch.arange(n, dtype=torch.float64).unsqueeze(1) + 100 * i for i, n in enumerate(sizes)
+    ]
     clients = clients or [fb.ClientData(train=(d,), val=(d,)) for d in data]
     environment = fb.Environment(**options.pop("environment", {}))
     return fb.simulated_federation(problem, clients, environment, **options)
@@ -135,9 +143,14 @@ def test_evaluations_done_are_the_sum_of_the_steps(mode: str, steps: list[int]) 
 
 
 @pytest.mark.parametrize(("epochs", "paired"), [(False, False), (False, True), (True, False)])
-def test_draws_depend_on_client_side_step_and_draw_alone(epochs: bool, paired: bool, monkeypatch: Any) -> None:
+def test_draws_depend_on_client_side_step_and_draw_alone(
+    epochs: bool, paired: bool, monkeypatch: Any
+) -> None:
     """However many are found ahead."""
-    keys, extents = torch.tensor([3, 5]), {"train": Extent(2, 6, torch.tensor([5, 6])), "val": Extent(3, 4, ())}
+    keys, extents = (
+        torch.tensor([3, 5]),
+        {"train": Extent(2, 6, torch.tensor([5, 6])), "val": Extent(3, 4, ())},
+    )
 
     def key(stream: int, turn: int, draw: int) -> Tensor:
         return fold_in(fold_in(fold_in(keys, stream), turn), draw)
@@ -145,19 +158,29 @@ def test_draws_depend_on_client_side_step_and_draw_alone(epochs: bool, paired: b
     def drawn(stream: int, turn: int, draw: int, batch: int, most: int, sizes: Any) -> Tensor:
         epoch, place = divmod(turn, -(-most // batch)) if epochs else (turn, 0)
         sizes = None if isinstance(sizes, tuple) else sizes
-        found = rows(key(0 if paired else stream, epoch, draw), most, most if epochs else batch, sizes)
+        found = rows(
+            key(0 if paired else stream, epoch, draw), most, most if epochs else batch, sizes
+        )
         return found[:, place * batch : (place + 1) * batch]
 
     for ahead in (1, 5, 30, 1 << 22):
         monkeypatch.setattr(batches, "DRAWN", ahead)
         found = batches.Batches(
-            keys, extents, lambda _, indices: (indices,), steps=7, draws=2, epochs=epochs, paired=paired
+            keys,
+            extents,
+            lambda _, indices: (indices,),
+            steps=7,
+            draws=2,
+            epochs=epochs,
+            paired=paired,
         )
         for k in range(7):
             for draw, batch in enumerate(found.at(k, 2)):
                 assert torch.equal(batch.rng, key(2, k, draw))
                 for stream, side in enumerate(("train", "val")):
-                    assert torch.equal(getattr(batch, side)[0], drawn(stream, k, draw, *extents[side]))
+                    assert torch.equal(
+                        getattr(batch, side)[0], drawn(stream, k, draw, *extents[side])
+                    )
 
 
 def test_as_coded_see_everything_and_minibatches_are_subsets_without_repetition() -> None:
@@ -231,20 +254,28 @@ def test_sampling_is_uniform_without_replacement_and_keyed() -> None:
     cohorts = [fed.sample() for _ in range(500)]
     assert all(len(set(c)) == 4 for c in cohorts)
     counts = torch.bincount(torch.tensor(cohorts).flatten(), minlength=10).double()
-    assert float(((counts - 200) ** 2 / 200).sum()) < 27.9  # chi-square, 9 degrees of freedom, p = .001
+    assert (
+        float(((counts - 200) ** 2 / 200).sum()) < 27.9
+    )  # chi-square, 9 degrees of freedom, p = .001
     again = federation(sizes=[2] * 10, environment={"participation": 4})
     assert [again.sample() for _ in range(500)] == cohorts
-    assert federation(sizes=[2] * 10, environment={"participation": 4}, seed=1).sample() != cohorts[0]
+    assert (
+        federation(sizes=[2] * 10, environment={"participation": 4}, seed=1).sample() != cohorts[0]
+    )
 
 
 class Poisoned(Probe):
     def finish(self, carry: Any) -> dict[str, Any]:
         reply = super().finish(carry)
-        return reply | {"mean": reply["mean"].map(lambda t: torch.where(reply["own"] == 10.0, torch.nan, t))}
+        return reply | {
+            "mean": reply["mean"].map(lambda t: torch.where(reply["own"] == 10.0, torch.nan, t))
+        }
 
 
 @pytest.mark.parametrize("mode", ["stack", "loop"])
-def test_a_reply_that_is_not_finite_is_refused_by_name_and_the_rest_counts(mode: str, caplog: Any) -> None:
+def test_a_reply_that_is_not_finite_is_refused_by_name_and_the_rest_counts(
+    mode: str, caplog: Any
+) -> None:
     caplog.set_level(logging.WARNING, logger="fedbilevel")
     fed = federation(mode=mode)
     replies = ask(fed, [0, 1, 2], Poisoned())
@@ -253,7 +284,9 @@ def test_a_reply_that_is_not_finite_is_refused_by_name_and_the_rest_counts(mode:
     assert len(replies) == 2
     assert replies.mean("own") == 10.0
     assert fed.ledger.refused_replies == 1
-    with pytest.raises(QuorumError, match="phase 'probe', round 2: 0 of 1 replies were accepted, at least 1 needed"):
+    with pytest.raises(
+        QuorumError, match="phase 'probe', round 2: 0 of 1 replies were accepted, at least 1 needed"
+    ):
         ask(fed, [1], Poisoned())
 
 
@@ -266,9 +299,12 @@ def fails_on_client_1(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor]) -> Tensor:
 @pytest.mark.parametrize("mode", ["stack", "loop"])
 def test_a_failing_client_is_named_with_phase_and_round(mode: str) -> None:
     fed = federation(sizes=[4, 5, 4], mode=mode)
-    object.__setattr__(fed.problem, "lower", lambda x, y, batch, rng: fails_on_client_1(x, y, batch))
+    object.__setattr__(
+        fed.problem, "lower", lambda x, y, batch, rng: fails_on_client_1(x, y, batch)
+    )
     with pytest.raises(
-        ClientError, match=r"^client 1, phase 'probe', round 1: IndexError: target 12 is out of bounds$"
+        ClientError,
+        match=r"^client 1, phase 'probe', round 1: IndexError: target 12 is out of bounds$",
     ):
         ask(fed, [0, 1, 2])
 
@@ -280,7 +316,9 @@ def test_a_loss_that_cannot_be_stacked_is_told_so() -> None:
         return loss(x, y, batch) if batch[0].sum() > 0 else 2 * loss(x, y, batch)
 
     object.__setattr__(fed.problem, "lower", branching)
-    with pytest.raises(ClientError, match=r"every client runs by itself but not in a stack.*mode='loop'"):
+    with pytest.raises(
+        ClientError, match=r"every client runs by itself but not in a stack.*mode='loop'"
+    ):
         ask(fed, [0, 1, 2])
 
 
@@ -305,7 +343,9 @@ def test_lazy_clients_are_made_only_for_the_cohort_and_broken_ones_named() -> No
     cohort = fed.sample()
     ask(fed, cohort)
     assert set(lazy.made) == {0, *cohort}
-    with pytest.raises(ValueError, match=r"^client 7, phase 'probe', round 2: train\[0\] holds NaN or infinity"):
+    with pytest.raises(
+        ValueError, match=r"^client 7, phase 'probe', round 2: train\[0\] holds NaN or infinity"
+    ):
         ask(fed, [7])
 
 
@@ -328,8 +368,16 @@ class Unreadable(Sequence[fb.ClientData]):
 LOADING = pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (json.JSONDecodeError("Expecting value", "{", 0), ValueError, "JSONDecodeError: Expecting value"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), ValueError, "UnicodeDecodeError: 'utf-8' codec"),
+        (
+            json.JSONDecodeError("Expecting value", "{", 0),
+            ValueError,
+            "JSONDecodeError: Expecting value",
+        ),
+        (
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+            ValueError,
+            "UnicodeDecodeError: 'utf-8' codec",
+        ),
         (ValueError("no rows"), ValueError, "no rows"),
         (TypeError("not a table"), TypeError, "not a table"),
         (FileNotFoundError(2, "gone"), ClientError, "FileNotFoundError: [Errno 2] gone"),
@@ -366,7 +414,9 @@ def test_an_error_on_a_client_stays_a_value_or_type_error(
 
 
 @pytest.mark.parametrize("error", [ClientError("client 3, there: gone"), KeyboardInterrupt("now")])
-def test_an_interrupt_or_an_error_that_names_its_client_stays_as_it_is(error: BaseException) -> None:
+def test_an_interrupt_or_an_error_that_names_its_client_stays_as_it_is(
+    error: BaseException,
+) -> None:
     with pytest.raises(type(error)) as raised, on_client(7, "here"):
         raise error
     assert raised.value is error
@@ -418,8 +468,14 @@ DESCEND = Descend(lr_x=0.1, lr_y=0.1, lr_z=0.1).plain()
         ({**DESCEND, "full": 1}, "full is 1; it must be true or false"),
         ({**DESCEND, "steps": 0}, "steps is 0; it must be at least 1"),
         ({**DESCEND, "steps": 1.5}, "steps is 1.5; it must be a whole number"),
-        ({**DESCEND, "steps": "5 rounds"}, "steps is '5 rounds'; it must be a whole number, 'local'"),
-        ({**LowerRound(lr_y=0.1).plain(), "lower": "adam"}, "is 'adam'; it must be one of 'svrg', 'sgd'"),
+        (
+            {**DESCEND, "steps": "5 rounds"},
+            "steps is '5 rounds'; it must be a whole number, 'local'",
+        ),
+        (
+            {**LowerRound(lr_y=0.1).plain(), "lower": "adam"},
+            "is 'adam'; it must be one of 'svrg', 'sgd'",
+        ),
     ],
 )
 def test_a_phase_that_does_not_fit_is_refused_in_one_sentence(plain: Any, message: str) -> None:
@@ -447,7 +503,9 @@ class Held(Phase):
 
 @pytest.mark.parametrize("posted", [False, True])
 @pytest.mark.parametrize("mode", ["stack", "loop"])
-def test_submodels_of_equal_shape_keep_their_places_and_replies_their_order(mode: str, posted: bool) -> None:
+def test_submodels_of_equal_shape_keep_their_places_and_replies_their_order(
+    mode: str, posted: bool
+) -> None:
     """Though such clients can be stacked."""
     x = fb.Tree(x=torch.ones(1, dtype=torch.float64))
     y = fb.Tree(y=torch.arange(1.0, 5.0, dtype=torch.float64))
@@ -471,11 +529,19 @@ def test_submodels_of_equal_shape_keep_their_places_and_replies_their_order(mode
     ("reply", "message"),
     [
         ({"mean": "x"}, r"replied with \['evaluations', 'mean', 'own'\]; it declares \['mean'\]"),
-        ({"mean": "scalar", "evaluations": "scalar", "own": "scalar"}, "'mean' of another shape than 'scalar'"),
-        ({"mean": "y", "evaluations": "scalar", "own": "scalar"}, "'mean' of another shape than 'y'"),
+        (
+            {"mean": "scalar", "evaluations": "scalar", "own": "scalar"},
+            "'mean' of another shape than 'scalar'",
+        ),
+        (
+            {"mean": "y", "evaluations": "scalar", "own": "scalar"},
+            "'mean' of another shape than 'y'",
+        ),
     ],
 )
-def test_replies_must_be_what_the_phase_declares(reply: dict[str, str], message: str, monkeypatch: Any) -> None:
+def test_replies_must_be_what_the_phase_declares(
+    reply: dict[str, str], message: str, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(Probe, "reply", reply)
     fed = federation()
     # As on a GPU: also where they are added up before anybody looks at them.
@@ -493,19 +559,28 @@ class Coarse(Probe):
 
 @pytest.mark.parametrize("mode", ["stack", "loop"])
 def test_replies_must_have_the_dtype_of_the_problem(mode: str) -> None:
-    with pytest.raises(TypeError, match=r"replied with 'mean' of another dtype than torch\.float64"):
+    with pytest.raises(
+        TypeError, match=r"replied with 'mean' of another dtype than torch\.float64"
+    ):
         ask(federation(mode=mode), [0, 1], Coarse())
 
 
 @pytest.mark.parametrize("mode", ["stack", "loop"])
 def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode: str) -> None:
     def visit(fed: Federation, *clients: int, phase: Phase = VISITS) -> list[float]:
-        replies = fed.ask(phase, clients, each=[{"own": 10.0**place} for place in range(len(clients))])
+        replies = fed.ask(
+            phase, clients, each=[{"own": 10.0**place} for place in range(len(clients))]
+        )
         return [float(reply.values["visits"]) for reply in replies]
 
     fed = federation(mode=mode)
     assert visit(fed, 0, 1) == [1, 10]
-    assert visit(fed, 2, 0, 0, 2) == [1, 11, 111, 1001]  # those with and without a memory, and twice the same client
+    assert visit(fed, 2, 0, 0, 2) == [
+        1,
+        11,
+        111,
+        1001,
+    ]  # those with and without a memory, and twice the same client
     assert fed.ledger.totals()["bytes_up"] == 6 * 8, "a memory is not sent"
     twin = federation(mode=mode)
     twin.restore(fed.snapshot())
@@ -513,7 +588,10 @@ def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode:
     assert visit(fed, 1, phase=Forgets()) == [21]
     assert sorted(fed.transport.executor.memories) == [0, 2]
     assert visit(fed, 1) == [1]
-    with pytest.raises(TypeError, match="phase 'absent' remembers; its finish must return a memory beside its reply"):
+    with pytest.raises(
+        TypeError,
+        match="phase 'absent' remembers; its finish must return a memory beside its reply",
+    ):
         visit(fed, 0, phase=Absent())
 
 
@@ -530,11 +608,15 @@ def test_wrong_calls_are_refused_in_one_sentence() -> None:
     fed = federation()
     with pytest.raises(ValueError, match="client is 3; it must be 0 to 2"):
         ask(fed, [3])
-    with pytest.raises(ValueError, match="each has 1 entries; it must have one for each of 2 clients"):
+    with pytest.raises(
+        ValueError, match="each has 1 entries; it must have one for each of 2 clients"
+    ):
         fed.ask(PROBE, [0, 1], each=[{"own": 1.0}])
     with pytest.raises(ValueError, match="clients is empty"):
         federation(clients=[], sizes=[])
-    with pytest.raises(RuntimeError, match="nothing is in flight, so nothing can be collected; post a task first"):
+    with pytest.raises(
+        RuntimeError, match="nothing is in flight, so nothing can be collected; post a task first"
+    ):
         fed.collect(1)
     with pytest.raises(ValueError, match="participation is 4; there are only 3 clients"):
         federation(environment={"participation": 4})
@@ -548,9 +630,17 @@ def test_the_ledger_survives_a_round_trip() -> None:
     fed.iteration = 4
     ask(fed, fed.sample())
     for value in (2.0**24, 1.0):
-        fed.record(residual=torch.tensor(value), active=torch.tensor(value > 1), max_norm=torch.tensor(value))
+        fed.record(
+            residual=torch.tensor(value),
+            active=torch.tensor(value > 1),
+            max_norm=torch.tensor(value),
+        )
     saved = fed.snapshot()
-    assert saved["recorded"] == {"residual": (2.0**24 + 1, 2), "active": (1.0, 2), "max_norm": (2.0**24, 2)}
+    assert saved["recorded"] == {
+        "residual": (2.0**24 + 1, 2),
+        "active": (1.0, 2),
+        "max_norm": (2.0**24, 2),
+    }
     assert all(isinstance(total, float) for total, _ in saved["recorded"].values())
     twin = federation(environment=conditions)
     twin.restore(saved)
@@ -558,7 +648,11 @@ def test_the_ledger_survives_a_round_trip() -> None:
     assert twin.ledger == fed.ledger
     assert twin.ledger == Ledger.load(saved["ledger"])
     assert twin.sample() == fed.sample()
-    assert twin.records() == fed.records() == {"residual": 2.0**23 + 0.5, "active": 0.5, "max_norm": 2.0**24}
+    assert (
+        twin.records()
+        == fed.records()
+        == {"residual": 2.0**23 + 0.5, "active": 0.5, "max_norm": 2.0**24}
+    )
     assert twin.records() == {}
     for other in (fed, twin):
         other.restore(saved)
@@ -574,7 +668,9 @@ def test_whole_number_replies_are_averaged_exactly() -> None:
             return {"count": (carry[2] / 10).long()}
 
     fed = federation(sizes=[1, 2, 7], weights="samples")
-    assert ask(fed, [0, 1, 2], Counting()).mean("count") == pytest.approx(0.1 * 0 + 0.2 * 1 + 0.7 * 2)
+    assert ask(fed, [0, 1, 2], Counting()).mean("count") == pytest.approx(
+        0.1 * 0 + 0.2 * 1 + 0.7 * 2
+    )
 
 
 def test_numbers_sent_to_each_client_keep_their_digits() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fedbilevel as fb
+from fedbilevel.core.tree import dot, norm
 from fedbilevel.tasks.few_shot import Learner
-from fedbilevel.tree import dot, norm
 
 KEY = fb.rng.root(3, "test")
 
@@ -34,7 +34,9 @@ def numbered(characters: int, drawings: int = 20) -> Tensor:
     return number.float().reshape(characters, drawings, 1, 1, 1)
 
 
-def sides(learner: Learner, images: Tensor, key: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def sides(
+    learner: Learner, images: Tensor, key: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     x = fb.Tree()
     return learner.embed(x, {"support": images}, key), learner.embed(x, {"query": images}, key)
 
@@ -50,7 +52,9 @@ def test_an_episode_splits_every_characters_drawings(shots: int) -> None:
     drawn = torch.cat([support["features"], query["features"]]).flatten()
     assert torch.equal(drawn.sort().values, images.flatten())  # each drawing once, on one side
     assert torch.equal(sides(learner, images, KEY)[0]["features"], support["features"])
-    assert not torch.equal(sides(learner, images, fb.rng.fold_in(KEY, 1))[0]["features"], support["features"])
+    assert not torch.equal(
+        sides(learner, images, fb.rng.fold_in(KEY, 1))[0]["features"], support["features"]
+    )
     first = (support["features"] % 100)[::shots]
     assert len(first.unique()) > 1  # each character has an order of its own
 
@@ -58,7 +62,12 @@ def test_an_episode_splits_every_characters_drawings(shots: int) -> None:
 def test_supports_are_uniform() -> None:
     keys = fb.rng.fold_in(KEY, torch.arange(4000))
     learner, images = pixels(2, 1), numbered(2, drawings=4)
-    drawn = torch.vmap(lambda key: learner.embed(fb.Tree(), {"support": images}, key)["features"][1, 0])(keys) - 100
+    drawn = (
+        torch.vmap(
+            lambda key: learner.embed(fb.Tree(), {"support": images}, key)["features"][1, 0]
+        )(keys)
+        - 100
+    )
     counts = drawn.long().bincount(minlength=4)
     assert float((counts / 4000 - 0.25).abs().max()) < 4 * (0.1875 / 4000) ** 0.5
 
@@ -73,14 +82,21 @@ def test_a_batch_is_one_episode(size: int | None, held: int) -> None:
 
 
 def test_features_make_the_heads_curvature_about_2_for_every_network() -> None:
-    for options in ({"hidden": 8}, {"hidden": 64}, {"model": "resnet12"}, {"ways": 10, "clients": 4}):
+    for options in (
+        {"hidden": 8},
+        {"hidden": 64},
+        {"model": "resnet12"},
+        {"ways": 10, "clients": 4},
+    ):
         task = fb.tasks.load("few-shot", **options)  # type: ignore[arg-type]
         (x, y), ways = task.problem.start, options.get("ways", 5)
         assert task.problem.embed is not None
         images = task.clients[0].train["support"][:ways]  # type: ignore[call-overload]
         batch: Any = task.problem.embed(x, {"support": images}, KEY)
         features = batch["features"]
-        torch.testing.assert_close((features**2).sum(1), torch.full((int(ways),), 2.0 * ways), rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            (features**2).sum(1), torch.full((int(ways),), 2.0 * ways), rtol=1e-3, atol=0
+        )
         torch.testing.assert_close(features.mean(1), torch.zeros(int(ways)), rtol=0, atol=1e-5)
         v = y.map(lambda t: fb.rng.normal(KEY, t.shape))
         for _ in range(30):  # power iteration
@@ -102,7 +118,9 @@ def test_one_step_on_a_head_at_0_is_the_nearest_prototype() -> None:
     assert head.evaluate is not None
     assert nearest.evaluate is not None
     found = head.evaluate(*head.problem.start)
-    assert found["test_accuracy"] == pytest.approx(nearest.evaluate(*head.problem.start)["test_accuracy"], abs=1e-3)
+    assert found["test_accuracy"] == pytest.approx(
+        nearest.evaluate(*head.problem.start)["test_accuracy"], abs=1e-3
+    )
     assert found["test_accuracy"] > 0.3
 
 
@@ -132,7 +150,9 @@ def test_accuracies_are_those_of_a_loop_over_episodes() -> None:
             query = data.embed(a, {"query": images}, fb.rng.fold_in(key, 1))
             scores = F.linear(query["features"], b["head.weight"], b["head.bias"])
             accuracies.append((scores.argmax(1) == query["labels"]).float().mean())
-        assert found["test_accuracy"] == pytest.approx(float(torch.stack(accuracies).mean()), abs=0.01)
+        assert found["test_accuracy"] == pytest.approx(
+            float(torch.stack(accuracies).mean()), abs=0.01
+        )
         half_width = 1.96 * float(torch.stack(accuracies).std()) / 2
         assert found["test_accuracy_ci95"] == pytest.approx(half_width, abs=0.01)
 
@@ -151,7 +171,10 @@ def test_clients_hold_whole_sets_of_characters_on_both_sides_and_none_for_testin
     [
         ({"data": "mnist"}, "name is 'mnist'; it must be one of 'digits', 'omniglot'"),
         ({"ways": 13}, "ways is 13; it must be at most 12, the test characters of digits"),
-        ({"clients": 23}, "clients is 23; it must be at most 22, as each needs 5 of the 112 training characters"),
+        (
+            {"clients": 23},
+            "clients is 23; it must be at most 22, as each needs 5 of the 112 training characters",
+        ),
         ({"shots": 20}, "shots is 20; it must be 1 to 19"),
         ({"adapt": "heads"}, "adapt is 'heads'.*did you mean 'head'"),
         ({"model": "conv"}, "model is 'conv'; it must be one of 'conv4', 'resnet12'"),
@@ -167,10 +190,18 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 def test_rabo_learns_a_backbone_for_characters_it_has_not_seen() -> None:
     """Seen: from .51 to .71."""
     task = fb.tasks.load("few-shot", hidden=16, episodes=100)
-    method = fb.algorithms.get("rabo")(lr_x=0.3, lr_y=0.5, lower_steps=5, neumann_lr=0.5, neumann_steps=5)
+    method = fb.algorithms.get("rabo")(
+        lr_x=0.3, lr_y=0.5, lower_steps=5, neumann_lr=0.5, neumann_steps=5
+    )
     environment = fb.Environment(batch_size=5, local_steps=2)
     result = fb.solve(
-        task.problem, task.clients, method, rounds=20, environment=environment, evaluate=task.evaluate, every=20
+        task.problem,
+        task.clients,
+        method,
+        rounds=20,
+        environment=environment,
+        evaluate=task.evaluate,
+        every=20,
     )
     first, last = (metrics["test_accuracy"] for metrics in result.history)
     assert last > first + 0.1

@@ -14,8 +14,8 @@ from torch.func import grad
 import fedbilevel as fb
 from fedbilevel.algorithms import MAML, FedAvg, FedMBO, ProtoNet
 from fedbilevel.algorithms.protonet import prototype_loss
-from fedbilevel.solve import Run
-from fedbilevel.tree import Tree, dot
+from fedbilevel.core.tree import Tree, dot
+from fedbilevel.runs.run import Run
 
 
 def classes(clients: int = 1, embed: Any = None) -> tuple[fb.Problem, list[fb.ClientData]]:
@@ -28,11 +28,16 @@ def classes(clients: int = 1, embed: Any = None) -> tuple[fb.Problem, list[fb.Cl
         return dot(y, y)
 
     one = torch.ones((), dtype=torch.float64)
-    problem = fb.Problem(loss, loss, {"scale": 0.8 * one}, {"y": one}, lower_level="private", embed=embed or scale)
+    problem = fb.Problem(
+        loss, loss, {"scale": 0.8 * one}, {"y": one}, lower_level="private", embed=embed or scale
+    )
     labels, held = torch.tensor([0, 1]), []
     for i in range(clients):
         support, query = ([[0.3 + i], [2.0]], [[0.9 + i], [1.0]])
-        sides = [{"numbers": torch.tensor(side, dtype=torch.float64), "labels": labels} for side in (support, query)]
+        sides = [
+            {"numbers": torch.tensor(side, dtype=torch.float64), "labels": labels}
+            for side in (support, query)
+        ]
         held.append(fb.ClientData(*sides))
     return problem, held
 
@@ -48,7 +53,10 @@ def run(problem: fb.Problem, clients: Any, method: Any, iterations: int = 1, **o
 def test_prototypes_are_class_means() -> None:
     """Against the loss with the classes written out; they need not be equally many."""
     draw = torch.Generator().manual_seed(0)
-    support = {"features": torch.randn(7, 4, generator=draw), "labels": torch.tensor([2, 0, 1, 0, 2, 2, 1])}
+    support = {
+        "features": torch.randn(7, 4, generator=draw),
+        "labels": torch.tensor([2, 0, 1, 0, 2, 2, 1]),
+    }
     query = {"features": torch.randn(5, 4, generator=draw), "labels": torch.tensor([0, 1, 2, 2, 0])}
     means = torch.stack([support["features"][support["labels"] == k].mean(0) for k in range(3)])
     distances = torch.cdist(query["features"], means) ** 2
@@ -69,17 +77,26 @@ def test_protonet_in_closed_form() -> None:
     assert float(after.state.x["scale"]) == pytest.approx(s - lr * sum(slopes) / 3, abs=1e-12)
     assert float(after.state.y["y"]) == 1.0
     totals = after.fed.ledger.totals()
-    assert (totals["gradients"], totals["bytes_down"], totals["bytes_up"]) == (3 * 2 * 2, 3 * 16, 3 * 8)
+    assert (totals["gradients"], totals["bytes_down"], totals["bytes_up"]) == (
+        3 * 2 * 2,
+        3 * 16,
+        3 * 8,
+    )
     loop = run(problem, clients, ProtoNet(lr_x=lr), environment={"local_steps": 2}, mode="loop")
     torch.testing.assert_close(loop.state.x["scale"], after.state.x["scale"], rtol=0, atol=1e-14)
 
 
 def test_protonet_says_what_it_needs() -> None:
     problem, clients = classes()
-    with pytest.raises(ValueError, match=r"^protonet compares features; this problem has no embed to give them$"):
+    with pytest.raises(
+        ValueError, match=r"^protonet compares features; this problem has no embed to give them$"
+    ):
         run(dataclasses.replace(problem, embed=None), clients, ProtoNet())
     problem, clients = classes(embed=lambda x, data: (x["scale"] * data["numbers"],))
-    with pytest.raises(ValueError, match="embed returned a tuple; protonet needs a dict with 'features' and 'labels'"):
+    with pytest.raises(
+        ValueError,
+        match="embed returned a tuple; protonet needs a dict with 'features' and 'labels'",
+    ):
         run(problem, clients, ProtoNet())
     problem, clients = classes(embed=lambda x, data: {"features": x["scale"] * data["numbers"]})
     with pytest.raises(ValueError, match="embed returned a dict with features; protonet needs"):
@@ -122,8 +139,14 @@ def test_maml_is_the_derivative_through_its_steps() -> None:
     after = run(problem, clients, MAML(lr_x=1.0, lr_y=1.0, inner_lr=0.2, inner_steps=3))
     h, v = 1e-5, torch.tensor([0.3, -1.0, 0.5], dtype=torch.float64)
     for moved, rise in (
-        (after.state.x["x"] - x["x"], outer(Tree(x=x["x"] + h * v), y) - outer(Tree(x=x["x"] - h * v), y)),
-        (after.state.y["y"] - y["y"], outer(x, Tree(y=y["y"] + h * v)) - outer(x, Tree(y=y["y"] - h * v))),
+        (
+            after.state.x["x"] - x["x"],
+            outer(Tree(x=x["x"] + h * v), y) - outer(Tree(x=x["x"] - h * v), y),
+        ),
+        (
+            after.state.y["y"] - y["y"],
+            outer(x, Tree(y=y["y"] + h * v)) - outer(x, Tree(y=y["y"] - h * v)),
+        ),
     ):
         assert float(-moved @ v) == pytest.approx(float(rise / (2 * h)), rel=1e-6)
     assert after.fed.ledger.totals()["gradients"] == len(clients) * (3 * 3 + 1)
@@ -139,7 +162,9 @@ def test_first_order_maml_takes_the_gradient_at_the_end() -> None:
             x_k, y_k = x_k - 0.2 * g_x, y_k - 0.2 * g_y
         f_x, f_y = grad(upper, argnums=(0, 1))(x_k, y_k, client.val)
         d_x, d_y = d_x + f_x["x"] / 2, d_y + f_y["y"] / 2
-    after = run(problem, clients, MAML(lr_x=0.3, lr_y=0.4, inner_lr=0.2, inner_steps=2, first_order=True))
+    after = run(
+        problem, clients, MAML(lr_x=0.3, lr_y=0.4, inner_lr=0.2, inner_steps=2, first_order=True)
+    )
     torch.testing.assert_close(after.state.x["x"], x["x"] - 0.3 * d_x, rtol=0, atol=1e-12)
     torch.testing.assert_close(after.state.y["y"], y["y"] - 0.4 * d_y, rtol=0, atol=1e-12)
     assert after.fed.ledger.totals()["gradients"] == len(clients) * (2 + 1)
@@ -161,7 +186,9 @@ def test_fedavg_on_episodes() -> None:
         dy = dy + (y_i["y"] - y["y"]) / 2
     method = FedAvg(lr_x=0.1, lr_y=0.2, episode_steps=3, server_lr=0.6)
     after = run(problem, clients, method, environment={"local_steps": 2})
-    torch.testing.assert_close(after.state.x["x"], x["x"] + 0.6 * (x_i["x"] - x["x"]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        after.state.x["x"], x["x"] + 0.6 * (x_i["x"] - x["x"]), rtol=0, atol=1e-12
+    )
     torch.testing.assert_close(after.state.y["y"], y["y"] + 0.6 * dy, rtol=0, atol=1e-12)
     assert after.fed.ledger.totals()["gradients"] == 2 * 3 * 2
     still = run(problem, clients, dataclasses.replace(method, train="y"))

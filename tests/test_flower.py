@@ -17,19 +17,30 @@ import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.algorithms.afbo import WorkOnDifferences
 from fedbilevel.cli import _with_clients, main
-from fedbilevel.deploy.conduct import Conduct
+from fedbilevel.core.tree import Tree, flatten
 from fedbilevel.deploy.flower import client, keys, warm
 from fedbilevel.deploy.flower.deployment import Deployment, split
 from fedbilevel.deploy.flower.wire import WireError, decode, encode
+from fedbilevel.experiments import config as configs
 from fedbilevel.federation import QuorumError
+from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.phase import Phase
-from fedbilevel.runs import config as configs
-from fedbilevel.solve import Run
-from fedbilevel.stages import Clip
+from fedbilevel.federation.stages import Clip
+from fedbilevel.runs.run import Run
 from fedbilevel.tasks import Task
-from fedbilevel.tree import Tree, flatten
 from tests.conformance.cases import CASES
-from tests.flower import Grid, clock, config, error, federation, only, own_data, own_task, quickly, simulated
+from tests.flower import (
+    Grid,
+    clock,
+    config,
+    error,
+    federation,
+    only,
+    own_data,
+    own_task,
+    quickly,
+    simulated,
+)
 
 TABLE: dict[str, Any] = {
     "task": {"name": "quadratic", "clients": 4, "dim_x": 3, "dim_y": 2, "samples": 6, "noise": 0.5},
@@ -52,7 +63,9 @@ def _state(tmp_path: Any, monkeypatch: Any) -> None:
 
 def test_a_message_comes_back_bit_for_bit() -> None:
     values = {
-        "x": Tree(w=torch.randn(3, 4, dtype=torch.float64), b=torch.tensor(2.5, dtype=torch.float64)),
+        "x": Tree(
+            w=torch.randn(3, 4, dtype=torch.float64), b=torch.tensor(2.5, dtype=torch.float64)
+        ),
         "half": torch.randn(5).bfloat16(),
         "empty": torch.zeros(0, 3),
         "numbers": (1, -(2**62), 0.1, True, None, "ä"),
@@ -79,15 +92,27 @@ GOOD = {"version": 2, "tensors": [["float32", [2]]], "values": {"dict": [["x", {
     ("content", "why"),
     [
         (_content("{"), "cannot be read"),
-        (_content({**GOOD, "version": 1}, float32=Array(np.zeros(2, "f4"))), "version 1; this side speaks 2"),
+        (
+            _content({**GOOD, "version": 1}, float32=Array(np.zeros(2, "f4"))),
+            "version 1; this side speaks 2",
+        ),
         (_content(GOOD), "cannot be read"),
         (_content(GOOD, float32=Array(np.zeros(1, "f4"))), "more float32 numbers than there are"),
         (_content(GOOD, float32=Array(np.zeros(3, "f4"))), "does not tell of"),
         (_content(GOOD, float32=Array(np.zeros(2, "f8"))), "holds float64"),
-        (_content(GOOD, float32=Array("float32", (2,), "numpy.ndarray", b"\x80\x04N.")), "cannot be read"),
-        (_content({**GOOD, "tensors": [["float32", [-2]]]}, float32=Array(np.zeros(2, "f4"))), "shape"),
+        (
+            _content(GOOD, float32=Array("float32", (2,), "numpy.ndarray", b"\x80\x04N.")),
+            "cannot be read",
+        ),
+        (
+            _content({**GOOD, "tensors": [["float32", [-2]]]}, float32=Array(np.zeros(2, "f4"))),
+            "shape",
+        ),
         (_content(GOOD, object=Array(np.zeros(2, "f4"))), "array of 'object'"),
-        (_content('{"version":2,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"), "RecursionError"),
+        (
+            _content('{"version":2,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"),
+            "RecursionError",
+        ),
         (_content({**GOOD, "tensors": [], "values": 3}), "names no values"),
         (_content(" " * (2**20 + 1)), "at most"),
         (RecordDict({"a": ConfigRecord({})}), "other records"),
@@ -105,17 +130,27 @@ def test_the_wire_carries_little_more_than_the_tensors() -> None:
     tree = Tree({f"layer{j}.weight": torch.randn(40, 100) for j in range(40)})
     Grid(1)
     found = config(TABLE)
-    sent = Message(encode(job="a" * 16, table=found.table, phase=DESCEND, shared={"x": tree}), 1, "train")
+    sent = Message(
+        encode(job="a" * 16, table=found.table, phase=DESCEND, shared={"x": tree}), 1, "train"
+    )
     wire = sum(len(part.deflate()) for part in get_all_nested_objects(sent).values())
     assert tree.nbytes == 640_000
     assert wire < 1.05 * tree.nbytes
 
 
-@pytest.mark.parametrize("name", [n for n in algorithms.names() if "shared" in algorithms.get(n).lower_levels])
+@pytest.mark.parametrize(
+    "name", [n for n in algorithms.names() if "shared" in algorithms.get(n).lower_levels]
+)
 def test_every_method_moves_as_in_simulation(name: str) -> None:
-    table = {**TABLE, "algorithm": {"name": name}, "environment": {"local_steps": 2, "batch_size": 2}}
+    table = {
+        **TABLE,
+        "algorithm": {"name": name},
+        "environment": {"local_steps": 2, "batch_size": 2},
+    }
     for key, value in CASES[name].settings.items():
-        schedule = {"schedule": type(value).__name__.lower(), **vars(value)} if callable(value) else None
+        schedule = (
+            {"schedule": type(value).__name__.lower(), **vars(value)} if callable(value) else None
+        )
         table["algorithm"][key] = schedule or value
     real, pretended = federation(Grid(4), config(table))[1], simulated(config(table))
     for run in (real, pretended):
@@ -134,7 +169,13 @@ def test_every_method_moves_as_in_simulation(name: str) -> None:
 def test_nodes_round_the_backbone_where_the_experiment_says_so() -> None:
     table = {
         **TABLE,
-        "task": {"name": "hyper-representation", "clients": 2, "model": "mlp", "hidden": 4, "samples": 60},
+        "task": {
+            "name": "hyper-representation",
+            "clients": 2,
+            "model": "mlp",
+            "hidden": 4,
+            "samples": 60,
+        },
         "data": {"name": "digits"},
         "algorithm": {"name": "simfbo"},
     }
@@ -149,7 +190,13 @@ def test_nodes_round_the_backbone_where_the_experiment_says_so() -> None:
 def test_weights_by_samples_and_epochs_use_what_the_clients_say() -> None:
     table = {
         **TABLE,
-        "task": {"name": "hyper-representation", "clients": 3, "model": "mlp", "hidden": 4, "samples": 60},
+        "task": {
+            "name": "hyper-representation",
+            "clients": 3,
+            "model": "mlp",
+            "hidden": 4,
+            "samples": 60,
+        },
         "data": {"name": "digits", "partition": "dirichlet", "alpha": 0.5},
         "algorithm": {"name": "fednest", "lower_steps": "1 epoch"},
         "weights": "samples",
@@ -188,7 +235,13 @@ def test_nothing_but_declared_messages_crosses() -> None:
     run.advance()
     fed.transport.losses(run.state.x, run.state.y)
     task = config(TABLE).load_task(None)
-    samples = [row.reshape(-1) for data in task.clients for side in (data.train, data.val) for t in side for row in t]
+    samples = [
+        row.reshape(-1)
+        for data in task.clients
+        for side in (data.train, data.val)
+        for t in side
+        for row in t
+    ]
     kinds = set()
     for reply in replies:
         said = decode(reply.content)
@@ -199,7 +252,9 @@ def test_nothing_but_declared_messages_crosses() -> None:
             {"qx": (3,), "qy": (2,), "qz": (2,)},
         )
         for tree in trees.values():
-            assert not any(torch.equal(flatten(tree), sample) for sample in samples if sample.numel() > 1)
+            assert not any(
+                torch.equal(flatten(tree), sample) for sample in samples if sample.numel() > 1
+            )
     assert kinds == {
         ("client", "samples"),
         ("number", "took", "values"),
@@ -229,7 +284,13 @@ def _values(**new: Any) -> Any:
         (_values(qx=Tree(x=torch.zeros(3))), "another dtype"),
         (_values(qx=Tree({"../../x": torch.zeros(3, dtype=torch.float64)})), "another shape"),
         (_values(qx=3), "something else than tensors"),
-        (lambda said: {**said, "values": {torch.zeros(2): torch.zeros(2), torch.ones(2): torch.zeros(2)}}, "no text"),
+        (
+            lambda said: {
+                **said,
+                "values": {torch.zeros(2): torch.zeros(2), torch.ones(2): torch.zeros(2)},
+            },
+            "no text",
+        ),
         (lambda said: {**said, "number": torch.zeros(40, 40)}, "number is"),
         (lambda said: {**said, "took": torch.zeros(3)}, "ind"),
         (_values(extra=torch.zeros(())), "it declares"),
@@ -239,7 +300,9 @@ def _values(**new: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("norm_bound", [None, 1e6])
-def test_a_lie_is_refused_counted_and_named(norm_bound: float | None, change: Any, why: str, caplog: Any) -> None:
+def test_a_lie_is_refused_counted_and_named(
+    norm_bound: float | None, change: Any, why: str, caplog: Any
+) -> None:
     grid = Grid(4)
     grid.odd[102] = _with(change)
     fed, run = federation(grid, config(TABLE), Conduct(norm_bound=norm_bound))
@@ -264,12 +327,16 @@ def test_a_lie_is_refused_counted_and_named(norm_bound: float | None, change: An
     ids=["a dict", "a list", "a nest"],
 )
 @pytest.mark.parametrize("values", [(), ("qy",)], ids=["clipped", "not clipped"])
-def test_a_lie_behind_a_stage_is_the_liars_alone(lie: Any, values: tuple[str, ...], caplog: Any) -> None:
+def test_a_lie_behind_a_stage_is_the_liars_alone(
+    lie: Any, values: tuple[str, ...], caplog: Any
+) -> None:
     """A stage may make any form of a value: what it does not undo is refused, and nobody else's reply with it."""
     grid = Grid(4)
     grid.odd[100] = _with(_values(qx=lie))
     clip = {"stage": "clip", "norm": 1e6, "values": list(values)}
-    fed, run = federation(grid, config({**TABLE, "environment": {**TABLE.get("environment", {}), "stages": [clip]}}))
+    fed, run = federation(
+        grid, config({**TABLE, "environment": {**TABLE.get("environment", {}), "stages": [clip]}})
+    )
     for _ in range(4):
         run.advance()
     assert (fed.ledger.refused_replies, fed.transport.aside) == (3, [0])
@@ -283,7 +350,9 @@ def test_a_reply_beyond_norm_bound_is_clipped_to_it() -> None:
     fed, run = federation(grid, table, Conduct(norm_bound=bound))
     task = table.load_task(None)
     environment = dataclasses.replace(table.environment, stages=(Clip(norm=bound),))
-    calm = fb.simulated_federation(task.problem, task.clients, environment, seed=table.experiment.seed)
+    calm = fb.simulated_federation(
+        task.problem, task.clients, environment, seed=table.experiment.seed
+    )
     free = simulated(table)
     clipped = Run(table.algorithm, calm, {})
     for each in (run, clipped, free):
@@ -293,7 +362,9 @@ def test_a_reply_beyond_norm_bound_is_clipped_to_it() -> None:
     assert not torch.allclose(flatten(run.state.x), flatten(free.state.x), rtol=0, atol=1e-3)
     x, y, z = run.state[:3]
     for said, taken in ((1e9, bound), (0.01, 0.01)):
-        grid.odd[102] = _with(_values(qx=Tree(x=torch.tensor([0.0, 0.0, said], dtype=torch.float64))))
+        grid.odd[102] = _with(
+            _values(qx=Tree(x=torch.tensor([0.0, 0.0, said], dtype=torch.float64)))
+        )
         found = fed.ask(table.algorithm.descend(), [2], x=x, y=y, z=z).mean("qx")
         assert found["x"].tolist() == pytest.approx([0.0, 0.0, taken], rel=1e-12)
     assert (fed.ledger.refused_replies, fed.ledger.lost_tasks) == (0, 0)
@@ -302,7 +373,9 @@ def test_a_reply_beyond_norm_bound_is_clipped_to_it() -> None:
 @pytest.mark.parametrize("name", ["simfbo", "afbo", "fedbioacc"])
 def test_a_bound_that_nobody_exceeds_changes_nothing(name: str) -> None:
     table = config({**TABLE, "algorithm": {"name": name}, "environment": {"local_steps": 2}})
-    (fed, bounded), (_, free) = (federation(Grid(4), table, Conduct(norm_bound=bound)) for bound in (1e6, None))
+    (fed, bounded), (_, free) = (
+        federation(Grid(4), table, Conduct(norm_bound=bound)) for bound in (1e6, None)
+    )
     for run in (bounded, free):
         for _ in range(3):
             run.advance()
@@ -319,16 +392,29 @@ def test_a_bound_is_refused_where_clients_remember_what_was_taken() -> None:
 
 
 @pytest.mark.parametrize("norm_bound", [None, 1e6])
-def test_one_client_of_a_longer_dtype_takes_no_other_along(norm_bound: float | None, caplog: Any) -> None:
+def test_one_client_of_a_longer_dtype_takes_no_other_along(
+    norm_bound: float | None, caplog: Any
+) -> None:
     """Stacked with the others, its reply would make all of them as long."""
     table = {
         **TABLE,
-        "task": {"name": "hyper-representation", "clients": 3, "model": "mlp", "hidden": 4, "samples": 60},
+        "task": {
+            "name": "hyper-representation",
+            "clients": 3,
+            "model": "mlp",
+            "hidden": 4,
+            "samples": 60,
+        },
         "data": {"name": "digits"},
     }
     grid = Grid(3)
     grid.odd[101] = _with(
-        lambda said: {**said, "values": {name: tree.map(torch.Tensor.double) for name, tree in said["values"].items()}}
+        lambda said: {
+            **said,
+            "values": {
+                name: tree.map(torch.Tensor.double) for name, tree in said["values"].items()
+            },
+        }
     )
     fed, run = federation(grid, config(table), Conduct(norm_bound=norm_bound))
     run.advance()
@@ -353,7 +439,9 @@ class Counting(Phase):
         return {"count": steps}
 
 
-@pytest.mark.parametrize("count", [Tree({"": torch.tensor(1.0, dtype=torch.float64)}), torch.tensor(True)])
+@pytest.mark.parametrize(
+    "count", [Tree({"": torch.tensor(1.0, dtype=torch.float64)}), torch.tensor(True)]
+)
 def test_what_is_no_scalar_is_refused(count: Any) -> None:
     """A tree whose only name is empty has the shape of one."""
     grid = Grid(4)
@@ -380,14 +468,21 @@ NUMBERS = {"base": torch.tensor(-1), "number": torch.tensor(0)}
 )
 def test_what_is_no_ticket_is_refused(ticket: Any, why: str, caplog: Any) -> None:
     """Numbers that a server goes on with: those that AFBO's clients send beside their differences."""
-    table = {**TABLE, "algorithm": {"name": "afbo", "memory": "client"}, "environment": {"participation": 3}}
+    table = {
+        **TABLE,
+        "algorithm": {"name": "afbo", "memory": "client"},
+        "environment": {"participation": 3},
+    }
     grid = Grid(4)
     grid.odd[102] = _with(_values(ticket=ticket))
     fed, run = federation(grid, config(table))
     for _ in range(5):
         run.advance()
     assert fed.transport.aside == [2]
-    assert (fed.ledger.refused_replies, fed.ledger.lost_tasks) == (3, 0)  # what it is not sent is not lost
+    assert (fed.ledger.refused_replies, fed.ledger.lost_tasks) == (
+        3,
+        0,
+    )  # what it is not sent is not lost
     assert why in caplog.text
     del grid.nodes[102]
     again, _ = federation(grid, config(table))
@@ -397,7 +492,15 @@ def test_what_is_no_ticket_is_refused(ticket: Any, why: str, caplog: Any) -> Non
     assert again.transport.members.samples[2] == 6
     work = run.algorithm.work(WorkOnDifferences)
     with pytest.raises(RuntimeError, match="two tasks in flight"):
-        again.post(work, [0, 0], each=[{"ack": -1}] * 2, x=run.state.x, y=run.state.y, z=run.state.z, number=9)
+        again.post(
+            work,
+            [0, 0],
+            each=[{"ack": -1}] * 2,
+            x=run.state.x,
+            y=run.state.y,
+            z=run.state.z,
+            number=9,
+        )
 
 
 def test_nobody_left_ends_a_run_without_barriers_too() -> None:
@@ -408,7 +511,10 @@ def test_nobody_left_ends_a_run_without_barriers_too() -> None:
     _, run = federation(grid, config(table))
     for _ in run:
         pass
-    assert (run.status, run.reason) == ("diverged", "clients [0, 1, 2, 3] were put aside; 1 are needed")
+    assert (run.status, run.reason) == (
+        "diverged",
+        "clients [0, 1, 2, 3] were put aside; 1 are needed",
+    )
 
 
 LOSSES = [float("nan"), float("-inf"), 10**400, True, "1", torch.zeros(2)]
@@ -477,16 +583,34 @@ def test_a_client_whose_code_fails_is_refused_like_one_that_lies(caplog: Any) ->
         ({"job": "../../etc"}, "not hexadecimal"),
         ({"shared": {"../x": 1}}, "not an identifier"),
         ({"steps": 0}, "steps is 0"),
-        ({"table": {**TABLE, "task": {"name": "os:system", "command": "true"}}}, "allows no own task"),
+        (
+            {"table": {**TABLE, "task": {"name": "os:system", "command": "true"}}},
+            "allows no own task",
+        ),
         ({"table": {**TABLE, "algorithm": {"name": "simfbo", "lr_x": -1.0}}}, "lr_x"),
     ],
 )
 def test_a_node_refuses_what_a_server_must_not_ask(change: dict[str, Any], why: str) -> None:
     grid = Grid(1)
     found = config(TABLE)
-    task = {"phase": DESCEND, "number": 0, "steps": 1, "key": 1, "round": 1, "iteration": 0, "kept": None, "each": {}}
+    task = {
+        "phase": DESCEND,
+        "number": 0,
+        "steps": 1,
+        "key": 1,
+        "round": 1,
+        "iteration": 0,
+        "kept": None,
+        "each": {},
+    }
     x, y = found.load_task(None).problem.start
-    sent = {"job": "ab", "table": found.table, **task, "shared": {"x": x, "y": y, "z": y}, "kinds": {}}
+    sent = {
+        "job": "ab",
+        "table": found.table,
+        **task,
+        "shared": {"x": x, "y": y, "z": y},
+        "kinds": {},
+    }
     for message in (sent, {**sent, **change}):
         grid.push_messages([Message(encode(**message), 100, "train")])
     assert not grid.replies["0"].has_error()
@@ -501,18 +625,27 @@ def test_a_section_of_the_experiment_cannot_name_another_task(tmp_path: Any) -> 
     assert not there.exists()
     grid.nodes[100]["task"] = "tests.flower:own_task"
     grid.push_messages([Message(encode(job="ab", table=config(TABLE).table), 100, "query")])
-    assert "this node allows 'tests.flower:own_task'" in str(grid.replies["1"].error.reason)  # and no other
+    assert "this node allows 'tests.flower:own_task'" in str(
+        grid.replies["1"].error.reason
+    )  # and no other
 
 
 @pytest.mark.parametrize(
     "said",
-    [{"samples": [2**60, 1]}, {"samples": [0, 1]}, {"samples": [1]}, {"client": 9}, {"client": torch.zeros(40, 40)}],
+    [
+        {"samples": [2**60, 1]},
+        {"samples": [0, 1]},
+        {"samples": [1]},
+        {"client": 9},
+        {"client": torch.zeros(40, 40)},
+    ],
 )
 def test_who_introduces_itself_wrongly_is_refused(said: dict[str, Any], caplog: Any) -> None:
     grid = Grid(2)
     hello = {"client": 1, "samples": [1, 1], **said}
     grid.odd[101] = only(
-        "query", lambda message, handle: handle(message) and Message(encode(**hello), reply_to=message)
+        "query",
+        lambda message, handle: handle(message) and Message(encode(**hello), reply_to=message),
     )
     fed, _ = federation(grid, config(TABLE, **{"task.clients": 2}), Conduct(start_clients=1))
     fed.weights()
@@ -526,7 +659,9 @@ def test_who_comes_back_before_it_was_missed_is_let_in_then() -> None:
     grid = Grid(2)
     fed, _ = federation(grid, config(TABLE, **{"task.clients": 2}))
     fed.weights()
-    grid.nodes[201] = {"partition-id": 1}  # without a key of its own, a node that restarts is another one
+    grid.nodes[201] = {
+        "partition-id": 1
+    }  # without a key of its own, a node that restarts is another one
     for _ in range(3):
         fed.transport.members.look(fed.transport.job)
     assert fed.transport.members.node[1] == 101
@@ -540,7 +675,9 @@ def test_two_nodes_cannot_be_one_client_and_a_key_is_bound_to_its_client(caplog:
     grid = Grid(3)
     grid.nodes[102] = {"partition-id": 0}
     grid.names = {101: "client-7"}
-    fed, _ = federation(grid, config(TABLE, **{"task.clients": 3}), Conduct(start_clients=1, wait_s=0.1))
+    fed, _ = federation(
+        grid, config(TABLE, **{"task.clients": 3}), Conduct(start_clients=1, wait_s=0.1)
+    )
     fed.weights()
     fed.transport.members.look(fed.transport.job)
     assert fed.transport.present == [0]
@@ -570,7 +707,9 @@ def test_a_client_that_dies_is_sent_its_task_again_when_it_is_back(monkeypatch: 
     assert fed.ledger.lost_tasks == 0
 
 
-def test_a_client_past_its_deadline_is_lost_and_left_alone_until_it_answers(monkeypatch: Any) -> None:
+def test_a_client_past_its_deadline_is_lost_and_left_alone_until_it_answers(
+    monkeypatch: Any,
+) -> None:
     later = clock(monkeypatch)
     grid = Grid(4)
     grid.odd[103] = lambda message, handle: later(20.0) or None  # type: ignore[func-returns-value]
@@ -585,7 +724,9 @@ def test_a_client_past_its_deadline_is_lost_and_left_alone_until_it_answers(monk
     before = len(grid.sent)
     run.advance()
     assert fed.ledger.lost_tasks == 1
-    asked = [m.metadata.dst_node_id for m in grid.sent[before:] if m.metadata.message_type == "train"]
+    asked = [
+        m.metadata.dst_node_id for m in grid.sent[before:] if m.metadata.message_type == "train"
+    ]
     assert sorted(asked) == [100, 101, 102, 103]
 
 
@@ -605,8 +746,14 @@ def test_sums_do_not_depend_on_who_is_first() -> None:
         grid = Grid(4)
         pull, seen = grid.pull_messages, set[str]()
 
-        def slowly(names: Any, late: int = 100 + late, grid: Any = grid, pull: Any = pull, seen: Any = seen) -> Any:
-            early = {name for name in names if name in seen or grid.sent[int(name)].metadata.dst_node_id >= late}
+        def slowly(
+            names: Any, late: int = 100 + late, grid: Any = grid, pull: Any = pull, seen: Any = seen
+        ) -> Any:
+            early = {
+                name
+                for name in names
+                if name in seen or grid.sent[int(name)].metadata.dst_node_id >= late
+            }
             seen |= set(names)
             return pull(early)
 
@@ -648,12 +795,16 @@ def test_a_server_that_was_killed_goes_on_and_its_tasks_are_lost() -> None:
     assert again.ledger.lost_tasks == len(fed.in_flight)
     for _ in range(3):
         rest.advance()
-    assert 3 in {client for client, _ in rest.state.latest[2].items()}  # the one that was lost works again
+    assert 3 in {
+        client for client, _ in rest.state.latest[2].items()
+    }  # the one that was lost works again
     assert again.transport.job == fed.transport.job
 
 
 @pytest.mark.parametrize("algorithm", [{"name": "afbo", "memory": "client"}, {"name": "fedbioacc"}])
-def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once(algorithm: dict[str, Any]) -> None:
+def test_memory_stays_with_the_client_and_a_task_sent_twice_is_done_once(
+    algorithm: dict[str, Any],
+) -> None:
     table = {**TABLE, "algorithm": algorithm}
     grid = Grid(4)
     seen: list[Any] = []
@@ -690,7 +841,10 @@ def test_no_message_outlives_its_deadline() -> None:
 
 def test_parts_of_a_message_are_looked_for_often_on_both_sides(monkeypatch: Any) -> None:
     looks: list[str] = []
-    sides = warm.inflatable_utils.pull_objects, warm.inflatable_utils.pull_and_inflate_object_from_tree
+    sides = (
+        warm.inflatable_utils.pull_objects,
+        warm.inflatable_utils.pull_and_inflate_object_from_tree,
+    )
     for pull in sides:
         monkeypatch.setattr(pull, "__kwdefaults__", dict(pull.__kwdefaults__))
     warm.quicken()
@@ -699,7 +853,9 @@ def test_parts_of_a_message_are_looked_for_often_on_both_sides(monkeypatch: Any)
         looks.append(part)
         raise warm.inflatable_utils.ObjectUnavailableError(part)
 
-    for pull, parts in zip(sides, ((["a"], never), (ObjectTree(object_id="a"), never, looks.append)), strict=True):
+    for pull, parts in zip(
+        sides, ((["a"], never), (ObjectTree(object_id="a"), never, looks.append)), strict=True
+    ):
         pull.__kwdefaults__["max_time"] = 0.1  # of a minute
         looks.clear()
         with pytest.raises(warm.inflatable_utils.ObjectPullError):
@@ -734,14 +890,27 @@ def test_keys_are_for_their_owner_and_are_not_made_twice(tmp_path: Any) -> None:
     for path in made:
         secret = path.suffix == ".key" or (path.parent.name == "clients" and path.suffix != ".pub")
         assert (path.stat().st_mode & 0o077 == 0) == secret
-    authority, server = (x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in (keys.CA, keys.SERVER))
+    authority, server = (
+        x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in (keys.CA, keys.SERVER)
+    )
     server.verify_directly_issued_by(authority)
-    assert authority.not_valid_after_utc > server.not_valid_after_utc  # there is a time to renew it in
+    assert (
+        authority.not_valid_after_utc > server.not_valid_after_utc
+    )  # there is a time to renew it in
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]  # for the proxy beside it
-    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1", "127.0.0.1"]
+    assert names.get_values_for_type(x509.DNSName) == [
+        "fl.example.org",
+        "localhost",
+    ]  # for the proxy beside it
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == [
+        "10.0.0.1",
+        "127.0.0.1",
+    ]
     assert warm.load_key(tmp_path / "clients/client-1")[1].curve.name == "secp384r1"
-    assert keys.make(tmp_path, 3, ["other"]) == [tmp_path / "clients/client-2", tmp_path / "clients/client-2.pub"]
+    assert keys.make(tmp_path, 3, ["other"]) == [
+        tmp_path / "clients/client-2",
+        tmp_path / "clients/client-2.pub",
+    ]
     with pytest.raises(ValueError, match="is no private key"):
         warm.load_key(tmp_path / keys.SERVER)
 

@@ -19,13 +19,22 @@ import pytest
 import tomli_w
 import torch
 
+from fedbilevel.core.tree import flatten
 from fedbilevel.deploy.flower import client, keys, warm
-from fedbilevel.deploy.flower.deployment import Deployment, DeploymentError, alive, end, free_port, read_report
+from fedbilevel.deploy.flower.deployment import (
+    Deployment,
+    DeploymentError,
+    alive,
+    end,
+    free_port,
+    read_report,
+)
 from fedbilevel.runs import checkpoint
-from fedbilevel.tree import flatten
 from tests.flower import config, simulated
 
-pytestmark = pytest.mark.xdist_group("flower")  # one after the other: they need the machine for themselves
+pytestmark = pytest.mark.xdist_group(
+    "flower"
+)  # one after the other: they need the machine for themselves
 
 ROOT = Path(__file__).parents[1]
 QUADRATIC: dict[str, Any] = {
@@ -48,7 +57,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "rabo": QUADRATIC | {"algorithm": {"name": "rabo"}},
     # Who is first gets the next task number, and with it other draws: without draws there is one outcome.
     "afbo": QUADRATIC | {"algorithm": {"name": "afbo"}, "environment": {"local_steps": 2}},
-    "rabo-submodels": SMALL_NET | {"algorithm": {"name": "rabo", "policy": "rolling", "lower_steps": 2}},
+    "rabo-submodels": SMALL_NET
+    | {"algorithm": {"name": "rabo", "policy": "rolling", "lower_steps": 2}},
     "afbo-alone": QUADRATIC
     | {"algorithm": {"name": "afbo"}, "environment": {"participation": 1, "local_steps": [1, 4]}},
 }
@@ -79,9 +89,16 @@ def outside(site: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Itera
     assert shutil.which("nginx"), "nginx is not installed (Debian: nginx-light)"
     port, folder = free_port(), tmp_path_factory.mktemp("nginx")
     text = (ROOT / "docs/nginx.conf").read_text()
-    for old, new in (("8443", str(port)), ("KEYS", str(site.keys)), ("127.0.0.1:8000", site.address)):
+    for old, new in (
+        ("8443", str(port)),
+        ("KEYS", str(site.keys)),
+        ("127.0.0.1:8000", site.address),
+    ):
         text = text.replace(old, new)
-    folders = " ".join(f"{kind}_temp_path {folder};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    folders = " ".join(
+        f"{kind}_temp_path {folder};"
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
     (folder / "nginx.conf").write_text(
         f"pid {folder}/pid; error_log stderr; daemon off; events {{}} http {{ access_log off; {folders}\n{text}}}"
     )
@@ -99,12 +116,20 @@ def wait(done: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 def finished(report: Path, seconds: float = 300) -> dict[str, Any]:
-    return wait(lambda: (said := read_report(report)).get("status") and said, seconds, "the server has not ended")
+    return wait(
+        lambda: (said := read_report(report)).get("status") and said,
+        seconds,
+        "the server has not ended",
+    )
 
 
-def several(site: Deployment, tables: dict[str, Any], folder: Path, nonsense: bool = False) -> dict[str, Any]:
+def several(
+    site: Deployment, tables: dict[str, Any], folder: Path, nonsense: bool = False
+) -> dict[str, Any]:
     (folder / "jobs.json").write_text(json.dumps({"tables": tables, "nonsense": nonsense}))
-    report = site.submit("tests.flower_app:app", experiment=str(folder / "jobs.json"), out=str(folder))
+    report = site.submit(
+        "tests.flower_app:app", experiment=str(folder / "jobs.json"), out=str(folder)
+    )
     assert finished(report) == {"status": "completed"}
     return {name: checkpoint.load(folder / f"{name}.safetensors") for name in tables}
 
@@ -130,11 +155,15 @@ def test_methods_on_warm_nodes_with_tls_and_keys_move_as_in_simulation(
             continue
         close = 1e-9 if flatten(found["state"]["x"]).dtype == torch.float64 else 1e-5
         for part, value in found["state"].items():
-            assert torch.allclose(flatten(value), flatten(getattr(run.state, part)), rtol=0, atol=close), name
+            assert torch.allclose(
+                flatten(value), flatten(getattr(run.state, part)), rtol=0, atol=close
+            ), name
         expected = {phase: vars(cost) for phase, cost in run.fed.ledger.phases.items()}
         assert found["ledger"]["phases"] == expected
     told = json.loads((tmp_path / "told.json").read_text())
-    for said, why in zip(told, ("phase is 'nonsense'", "the run's name is not hexadecimal", "'table'"), strict=True):
+    for said, why in zip(
+        told, ("phase is 'nonsense'", "the run's name is not hexadecimal", "'table'"), strict=True
+    ):
         assert why in said
         assert "\n" not in said
 
@@ -145,7 +174,10 @@ def test_who_must_not_join_does_not(site: Deployment, tmp_path: Path) -> None:
     links = {
         "an unregistered key": (warm.Link(site.address, ca, strange), "Failed to activate"),
         "no key": (warm.Link(site.address, ca), "must be registered"),
-        "a wrong authority": (warm.Link(site.address, tmp_path / "other" / keys.CA, strange), "(?i)certificate"),
+        "a wrong authority": (
+            warm.Link(site.address, tmp_path / "other" / keys.CA, strange),
+            "(?i)certificate",
+        ),
         "plain text": (warm.Link(site.address, plain=True), "disconnected|reset|Server"),
     }
     for what, (link, why) in links.items():
@@ -154,7 +186,9 @@ def test_who_must_not_join_does_not(site: Deployment, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value), what
 
 
-def test_behind_the_proxy_outsiders_cannot_submit(site: Deployment, outside: Deployment, tmp_path: Path) -> None:
+def test_behind_the_proxy_outsiders_cannot_submit(
+    site: Deployment, outside: Deployment, tmp_path: Path
+) -> None:
     for command in (
         ("list", "fedbilevel"),
         ("supernode", "register", site.keys / keys.CLIENTS / "client-0.pub", "fedbilevel"),  # type: ignore[operator]
@@ -165,7 +199,9 @@ def test_behind_the_proxy_outsiders_cannot_submit(site: Deployment, outside: Dep
         outside.submit(experiment="digits")
     keys.make(tmp_path, 1, ["127.0.0.1"])
     link = warm.Link(outside.address, site.keys / keys.CA, tmp_path / keys.CLIENTS / "client-0")  # type: ignore[operator]
-    with pytest.raises(warm.RefusedError, match="Failed to activate"):  # the answer of the SuperLink itself
+    with pytest.raises(
+        warm.RefusedError, match="Failed to activate"
+    ):  # the answer of the SuperLink itself
         warm.serve(link, client.app, {"partition-id": 0}, patience_s=0.1)
     assert "runs" in site.flwr("list", "fedbilevel", "--format", "json")
 
@@ -187,10 +223,21 @@ def test_a_stock_supernode_with_tls_and_a_key_moves_as_in_simulation(tmp_path: P
 def test_flowers_simulation_engine_moves_as_ours(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is an option of its own: pip install 'fedbilevel[ray]'")
     (tmp_path / "e.toml").write_text(tomli_w.dumps(METHODS["simfbo"]))
-    command = [sys.executable, "-m", "fedbilevel.cli", "run", str(tmp_path / "e.toml"), "--federation", "ray"]
+    command = [
+        sys.executable,
+        "-m",
+        "fedbilevel.cli",
+        "run",
+        str(tmp_path / "e.toml"),
+        "--federation",
+        "ray",
+    ]
     command += ["--data-dir", str(tmp_path)]  # of which the nodes that Ray plays must be told
     subprocess.run([*command, "--out", str(tmp_path / "run"), "--quiet"], check=True, timeout=180)
-    saved, run = checkpoint.load(tmp_path / "run/checkpoint/latest.safetensors"), simulated(config(METHODS["simfbo"]))
+    saved, run = (
+        checkpoint.load(tmp_path / "run/checkpoint/latest.safetensors"),
+        simulated(config(METHODS["simfbo"])),
+    )
     for _ in run:
         pass
     for part, value in saved["state"].items():
@@ -198,12 +245,28 @@ def test_flowers_simulation_engine_moves_as_ours(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_leaves_a_folder_and_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedbilevel.cli", "run", "digits", "--federation", "flower", "--clients", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "fedbilevel.cli",
+        "run",
+        "digits",
+        "--federation",
+        "flower",
+        "--clients",
+        "1",
+    ]
     command += ["--data-dir", str(tmp_path), "--rounds", "1000", "--out", str(tmp_path / "run")]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     metrics = tmp_path / "run/metrics.jsonl"
     try:
-        wait(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 180, "it does not get on")
+        wait(
+            lambda: metrics.exists() and metrics.read_text().count("\n") >= 2,
+            180,
+            "it does not get on",
+        )
         pids = descendants(process.pid)
         assert len(pids) >= 5  # ours, the SuperLink, its SuperExec and server, a node
         process.send_signal(signal.SIGINT)
@@ -231,21 +294,46 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def misbehaving(address: str, partition: int, behaviour: str, *wait_for: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.flower_node", address, str(partition), behaviour, *wait_for]
+def misbehaving(
+    address: str, partition: int, behaviour: str, *wait_for: str
+) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.flower_node",
+        address,
+        str(partition),
+        behaviour,
+        *wait_for,
+    ]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
 
 
 def serving(folder: Path, experiment: Path, port: int, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "fedbilevel.cli", "serve", str(experiment), "--out", str(folder)]
-    return subprocess.Popen([*command, "--port", str(port), *more], start_new_session=True, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "fedbilevel.cli",
+        "serve",
+        str(experiment),
+        "--out",
+        str(folder),
+    ]
+    return subprocess.Popen(
+        [*command, "--port", str(port), *more], start_new_session=True, stderr=subprocess.DEVNULL
+    )
 
 
 def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
     """One dies in its second task, one lies, each time otherwise, until it is put aside, one is slow in its fifth, one
     comes in round 2, which lasts a deadline."""
     conduct = {"deadline_s": 8.0, "start_clients": 3, "strikes": 5}
-    table = QUADRATIC | {"algorithm": {"name": "simfbo"}, "rounds": 12, "every": 1, "conduct": conduct}
+    table = QUADRATIC | {
+        "algorithm": {"name": "simfbo"},
+        "rounds": 12,
+        "every": 1,
+        "conduct": conduct,
+    }
     (tmp_path / "e.toml").write_text(tomli_w.dumps(table))
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -254,18 +342,26 @@ def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
     nodes.append(misbehaving(address, 3, "late", str(tmp_path / "go")))
     log, metrics = tmp_path / "run/server.log", tmp_path / "run/metrics.jsonl"
     try:
-        wait(lambda: metrics.exists() and metrics.read_text().count("\n") == 2, 180, "no round ends")
+        wait(
+            lambda: metrics.exists() and metrics.read_text().count("\n") == 2, 180, "no round ends"
+        )
         (tmp_path / "go").touch()
         assert server.wait(180) == 0
     finally:
         for process in (*nodes, server):
             end(process)
     summary, said = json.loads((tmp_path / "run/summary.json").read_text()), log.read_text()
-    assert (summary["status"], summary["refused_replies"], summary["lost_tasks"]) == ("completed", 5, 2)
+    assert (summary["status"], summary["refused_replies"], summary["lost_tasks"]) == (
+        "completed",
+        5,
+        2,
+    )
     lies = re.findall("reply refused, client 1: (.*)", said)
     assert len(lies) == 5
     for lie, why in zip(
-        lies, ("qx is not finite", "another shape", "../../qx", "answers task", "records"), strict=True
+        lies,
+        ("qx is not finite", "another shape", "../../qx", "answers task", "records"),
+        strict=True,
     ):
         assert why in lie
     assert "client 1 is put aside after 5 refused replies" in said
@@ -277,7 +373,12 @@ def test_faults_are_survived_counted_and_named(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_is_started_again_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    table = QUADRATIC | {"algorithm": {"name": "simfbo"}, "rounds": 6, "every": 1, "checkpoint_every": 1}
+    table = QUADRATIC | {
+        "algorithm": {"name": "simfbo"},
+        "rounds": 6,
+        "every": 1,
+        "checkpoint_every": 1,
+    }
     table |= {"task": QUADRATIC["task"] | {"clients": 2}}
     (tmp_path / "e.toml").write_text(tomli_w.dumps(table))
     port = free_port()
@@ -285,13 +386,23 @@ def test_a_killed_server_is_started_again_and_ends_as_if_it_had_not_been(tmp_pat
     metrics, folder = tmp_path / "run/metrics.jsonl", tmp_path / "run"
     server = serving(folder, tmp_path / "e.toml", port)
     try:
-        wait(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 180, "it does not get on")
+        wait(
+            lambda: metrics.exists() and metrics.read_text().count("\n") >= 3,
+            180,
+            "it does not get on",
+        )
         pids = descendants(server.pid)
-        ours = [pid for pid in pids if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        ours = [
+            pid for pid in pids if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         for pid in (server.pid, *ours):
             os.kill(pid, signal.SIGKILL)
         server.wait()
-        wait(lambda: not any(map(alive, pids)), 60, "the SuperLink or its SuperExec outlives the server")
+        wait(
+            lambda: not any(map(alive, pids)),
+            60,
+            "the SuperLink or its SuperExec outlives the server",
+        )
         before = metrics.read_text().count("\n")
         assert before < 7
         server = serving(folder, tmp_path / "e.toml", port, "--resume")
@@ -303,9 +414,17 @@ def test_a_killed_server_is_started_again_and_ends_as_if_it_had_not_been(tmp_pat
     for _ in run:
         pass
     for part in ("x", "y", "z"):
-        assert torch.allclose(flatten(saved["state"][part]), flatten(getattr(run.state, part)), rtol=0, atol=1e-9)
+        assert torch.allclose(
+            flatten(saved["state"][part]), flatten(getattr(run.state, part)), rtol=0, atol=1e-9
+        )
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(7))
-    assert [line["upper_loss"] for line in lines] == pytest.approx([m["upper_loss"] for m in run.history], abs=1e-9)
+    assert [line["upper_loss"] for line in lines] == pytest.approx(
+        [m["upper_loss"] for m in run.history], abs=1e-9
+    )
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["refused_replies"], summary["lost_tasks"]) == ("completed", 0, 0)
+    assert (summary["status"], summary["refused_replies"], summary["lost_tasks"]) == (
+        "completed",
+        0,
+        0,
+    )

@@ -13,23 +13,23 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 import fedbilevel as fb
 from fedbilevel import algorithms
-from fedbilevel.algorithms.rounds import LowerGradient
-from fedbilevel.delays import Faults
-from fedbilevel.execution.stacked import parts
-from fedbilevel.execution.stacked.graphs import Graphs
-from fedbilevel.execution.stacked.pool import Apart, Pool, Pools
-from fedbilevel.execution.stacked.trace import trace
+from fedbilevel.algorithms.shared import LowerGradient
+from fedbilevel.core.oracle import Features, Oracle
+from fedbilevel.core.problem import Batch
+from fedbilevel.core.rng import uniform
+from fedbilevel.core.submodels import Submodel
+from fedbilevel.core.tree import Tree, dot, flatten, norm
+from fedbilevel.execution.stacked import _parts as parts
+from fedbilevel.execution.stacked._graphs import Graphs
+from fedbilevel.execution.stacked._pool import Apart, Pool, Pools
+from fedbilevel.execution.stacked._trace import trace
 from fedbilevel.federation import Federation, replies
+from fedbilevel.federation.delays import Faults
 from fedbilevel.federation.replies import Replies, Reply, add_up
 from fedbilevel.federation.task import Sums
-from fedbilevel.oracle import Features, Oracle
-from fedbilevel.problem import Batch
-from fedbilevel.rng import uniform
-from fedbilevel.solve import Run
-from fedbilevel.submodels import Submodel
+from fedbilevel.runs.run import Run
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import quadratic
-from fedbilevel.tree import Tree, dot, flatten, norm
 
 METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
 
@@ -91,7 +91,9 @@ def check_agree(one: Run, other: Run) -> None:
     assert one.fed.ledger.phases == other.fed.ledger.phases
 
 
-@pytest.mark.parametrize("name", ["simfbo", "asfbo", "fednest", "fedbioacc", "adafbio", "afbo", "rabo"])
+@pytest.mark.parametrize(
+    "name", ["simfbo", "asfbo", "fednest", "fedbioacc", "adafbio", "afbo", "rabo"]
+)
 @pytest.mark.usefixtures("unrecorded")
 def test_clients_that_are_done_stay_where_they_are(name: str) -> None:
     """A stack of one size, as on a GPU, and one that shrinks, as on a CPU, give the same numbers and costs."""
@@ -123,21 +125,32 @@ def test_a_task_to_compile_draws_and_adds_up_the_same(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("memory", [0, 1500, 10**6], ids=["none", "some", "all"])
 def test_a_pool_has_what_the_clients_have(memory: int) -> None:
-    data = {i: (torch.arange(10.0 * (i + 1)).view(-1, 2) + 1000 * i, torch.arange(5 * (i + 1))) for i in range(6)}
+    data = {
+        i: (torch.arange(10.0 * (i + 1)).view(-1, 2) + 1000 * i, torch.arange(5 * (i + 1)))
+        for i in range(6)
+    }
     pool = Pool(memory, "cpu")
     for cohort in ([0, 1], [1, 3], [5, 4, 2], [0, 5], [5, 0]):
         held = [data[i] for i in cohort]
         pool.bring({i: data[i] for i in cohort})
         indices = torch.tensor([[4, 0, 2]] * len(cohort))
         starts = torch.tensor([pool.starts[i] for i in cohort])
-        for got, expected in zip(pool.take(indices, starts, 5), Apart(held).take(indices), strict=True):
+        for got, expected in zip(
+            pool.take(indices, starts, 5), Apart(held).take(indices), strict=True
+        ):
             assert torch.equal(got, expected)
         first = pool.take(None, starts, 5)
         assert torch.equal(first[1], torch.arange(5).expand(len(cohort), 5))
-    assert sum(tensor.nbytes for tensor in pool.tensors) <= max(memory, 40 * 16 * 2), "it does not grow without bound"
+    assert sum(tensor.nbytes for tensor in pool.tensors) <= max(memory, 40 * 16 * 2), (
+        "it does not grow without bound"
+    )
 
 
-WHOLE, LABELS, ARRAY = torch.arange(57.0).view(19, 3), torch.arange(19), torch.arange(30.0).view(10, 3).numpy()
+WHOLE, LABELS, ARRAY = (
+    torch.arange(57.0).view(19, 3),
+    torch.arange(19),
+    torch.arange(30.0).view(10, 3).numpy(),
+)
 LAYOUTS: dict[str, tuple[bool, list[tuple[torch.Tensor, ...]]]] = {
     "parts of one": (True, [(WHOLE[i : i + 3], LABELS[i : i + 3]) for i in (16, 0, 5)]),
     "not of one": (False, [(WHOLE[i : i + 3].clone(),) for i in (16, 0, 5)]),
@@ -155,7 +168,9 @@ LAYOUTS: dict[str, tuple[bool, list[tuple[torch.Tensor, ...]]]] = {
 def test_a_pool_without_copies_has_what_the_clients_have(layout: str) -> None:
     """Where there is one, all of a client's samples are found in it."""
     there, sides = LAYOUTS[layout]
-    found = Pools(0, "cpu").together("train", [fb.ClientData(train=side, val=side) for side in sides])
+    found = Pools(0, "cpu").together(
+        "train", [fb.ClientData(train=side, val=side) for side in sides]
+    )
     assert bool(found) == there
     if found:
         pool, starts = found
@@ -207,7 +222,9 @@ def unchecked(*groups: list[int]) -> Replies:
     ids=["len", "iter", "mean", "coverage_mean", "coverage"],
 )
 @pytest.mark.usefixtures("late")
-def test_replies_are_looked_at_late_and_before_they_are_read(read: Callable[[Replies], Any], expected: Any) -> None:
+def test_replies_are_looked_at_late_and_before_they_are_read(
+    read: Callable[[Replies], Any], expected: Any
+) -> None:
     assert read(unchecked([4], [0, 1], [2, 3])) == expected
     assert read(unchecked([0, 1], [4], [2, 3])) == expected
 
@@ -273,12 +290,21 @@ def test_bfloat16_rounds_the_backbone_and_nothing_else() -> None:
     (x, y), z = exact.start, Tree(exact.y).map(torch.ones_like)
     features = coarse.embed(x, client.train, ())  # type: ignore[misc]
     assert features[0].dtype == torch.float32
-    assert 1e-4 < float((features[0] - exact.embed(x, client.train, ())[0]).norm() / features[0].norm()) < 1e-2  # type: ignore[misc]
+    assert (
+        1e-4
+        < float((features[0] - exact.embed(x, client.train, ())[0]).norm() / features[0].norm())
+        < 1e-2
+    )  # type: ignore[misc]
     product = Oracle(coarse).hessian_product(x, y, z, batch)
     assert torch.equal(
-        flatten(product), flatten(Oracle(exact).hessian_product(x, y, z, Features(features, (), batch.rng)))
+        flatten(product),
+        flatten(Oracle(exact).hessian_product(x, y, z, Features(features, (), batch.rng))),
     )
-    for a, b in zip(Oracle(coarse).directions(x, y, z, batch), Oracle(exact).directions(x, y, z, batch), strict=True):
+    for a, b in zip(
+        Oracle(coarse).directions(x, y, z, batch),
+        Oracle(exact).directions(x, y, z, batch),
+        strict=True,
+    ):
         assert 1e-6 < float(norm(a - b) / norm(b)) < 2e-2
     fed = fb.simulated_federation(exact, task.clients, precision="bf16")
     Run(algorithms.get("simfbo")(), fed, {"rounds": 2}).advance()
@@ -292,7 +318,9 @@ def doubtful(name: str, corrupt: float, like_a_gpu: bool, every: int = 10) -> Ru
 
     def lower(x: Tree, y: Tree, batch: Any, rng: torch.Tensor) -> torch.Tensor:
         good = (uniform(rng, (), torch.float64) >= corrupt).double()
-        return task.problem.lower(x, y, batch, rng) + (good + 0 * dot(y, y)).sqrt()  # at 0 only the gradient is NaN
+        return (
+            task.problem.lower(x, y, batch, rng) + (good + 0 * dot(y, y)).sqrt()
+        )  # at 0 only the gradient is NaN
 
     problem = fb.Problem(upper=task.problem.upper, lower=lower, x=task.problem.x, y=task.problem.y)
     environment = fb.Environment(local_steps=(1, 3), participation=4)
@@ -302,7 +330,9 @@ def doubtful(name: str, corrupt: float, like_a_gpu: bool, every: int = 10) -> Ru
     return Run(algorithms.get(name)(), fed, {"rounds": 30}, every={"rounds": every})
 
 
-@pytest.mark.parametrize("name", ["simfbo", "shrofbo", "asfbo", "fednest", "aggitd", "unifbo", "fedavg"])
+@pytest.mark.parametrize(
+    "name", ["simfbo", "shrofbo", "asfbo", "fednest", "aggitd", "unifbo", "fedavg"]
+)
 @pytest.mark.usefixtures("late")
 def test_replies_taken_unchecked_count_as_if_they_had_been_looked_at(name: str) -> None:
     one, other = (doubtful(name, 0.04, like_a_gpu) for like_a_gpu in (False, True))
@@ -310,7 +340,9 @@ def test_replies_taken_unchecked_count_as_if_they_had_been_looked_at(name: str) 
     assert list(other)
     check_agree(one, other)
     assert one.fed.ledger.refused_replies == other.fed.ledger.refused_replies > 5
-    assert [m["upper_loss"] for m in one.history] == pytest.approx([m["upper_loss"] for m in other.history])
+    assert [m["upper_loss"] for m in one.history] == pytest.approx(
+        [m["upper_loss"] for m in other.history]
+    )
 
 
 @pytest.mark.parametrize(

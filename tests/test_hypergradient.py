@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import softplus
 
 from fedbilevel import ClientData, Problem, finite_difference, hypergradient, solve_lower
-from fedbilevel.hypergradient import phi
-from fedbilevel.linear import CG, Neumann
-from fedbilevel.rng import normal, root
+from fedbilevel.core.hypergradient import phi
+from fedbilevel.core.linear import CG, Neumann
+from fedbilevel.core.rng import normal, root
+from fedbilevel.core.tree import Tree, norm
 from fedbilevel.tasks.quadratic import quadratic
-from fedbilevel.tree import Tree, norm
 
 SIZES = [1, 4, 2, 6]  # training samples of the unequal clients
 WEIGHTS = {"uniform": "uniform", "samples": "samples", "explicit": [0.1, 0.5, 0.0, 0.4]}
@@ -27,7 +27,10 @@ def unequal_quadratic(**options):
     """A quadratic whose clients hold different numbers of different samples."""
     task = quadratic(clients=len(SIZES), samples=max(SIZES), noise=0.5, seed=3, **options)
     clients = [
-        ClientData(train=tuple(t[:size] for t in client.train), val=tuple(t[: 7 - size] for t in client.val))
+        ClientData(
+            train=tuple(t[:size] for t in client.train),
+            val=tuple(t[: 7 - size] for t in client.val),
+        )
         for client, size in zip(task.clients, SIZES, strict=True)
     ]
     return dataclasses.replace(task, clients=clients)
@@ -66,7 +69,10 @@ def logistic():
         for i, size in enumerate((3, 8, 5, 12))
     ]
     zeros = torch.zeros(3, dtype=torch.float64)
-    start = {"x": {"log_ridge": zeros - 1}, "y": {"w": zeros, "b": torch.zeros((), dtype=torch.float64)}}
+    start = {
+        "x": {"log_ridge": zeros - 1},
+        "y": {"w": zeros, "b": torch.zeros((), dtype=torch.float64)},
+    }
     return Problem(upper=upper, lower=lower, **start), clients
 
 
@@ -86,8 +92,12 @@ def test_closed_form(method, weights, dim_x, dim_y, condition):
 def test_closed_form_of_unrelated_clients(method, weights):
     task, x = unequal_quadratic(condition=100.0), {"x": draw("x", 5)}
     expected = task.gradient(x, weights)
-    torch.testing.assert_close(solve_lower(task.problem, task.clients, x, method, weights), task.y_star(x, weights))
-    torch.testing.assert_close(phi(task.problem, task.clients, x, method, weights), task.phi(x, weights))
+    torch.testing.assert_close(
+        solve_lower(task.problem, task.clients, x, method, weights), task.y_star(x, weights)
+    )
+    torch.testing.assert_close(
+        phi(task.problem, task.clients, x, method, weights), task.phi(x, weights)
+    )
     got = hypergradient(task.problem, task.clients, x, method, weights)
     torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8)
 
@@ -119,7 +129,9 @@ def test_the_weights_matter_and_the_hypergradient_is_not_small():
     task, x = unequal_quadratic(condition=10.0), {"x": draw("x", 5)}
     g = {name: task.gradient(x, weights) for name, weights in WEIGHTS.items()}
     assert all(norm(value) > 1 for value in g.values())
-    assert all(norm(g[a] - g[b]) > 0.1 for a, b in [("uniform", "samples"), ("uniform", "explicit")])
+    assert all(
+        norm(g[a] - g[b]) > 0.1 for a, b in [("uniform", "samples"), ("uniform", "explicit")]
+    )
     *_, t, D = task._means("uniform")
     direct = x["x"] - t + D.T @ task.y_star(x)["y"]
     assert (direct - g["uniform"]["x"]).norm() > 0.1
@@ -214,14 +226,21 @@ def test_a_start_at_the_solution_is_as_good_as_any(method, scale):
 
     def loss(x, y, batch):
         inputs, targets = batch
-        return 0.5 * ((inputs @ y["y"] - targets) ** 2).mean() + 0.5 * x["x"].exp().sum() * (y["y"] ** 2).sum()
+        return (
+            0.5 * ((inputs @ y["y"] - targets) ** 2).mean()
+            + 0.5 * x["x"].exp().sum() * (y["y"] ** 2).sum()
+        )
 
     x = {"x": torch.zeros(1, dtype=torch.float64)}
-    solution = torch.linalg.solve(inputs.T @ inputs / 50 + torch.eye(5, dtype=torch.float64), inputs.T @ targets / 50)
+    solution = torch.linalg.solve(
+        inputs.T @ inputs / 50 + torch.eye(5, dtype=torch.float64), inputs.T @ targets / 50
+    )
     clients = [ClientData(train=(inputs, targets), val=(inputs[:9], targets[:9]))]
     for start in (torch.zeros(5, dtype=torch.float64), solution):
         problem = Problem(upper=loss, lower=loss, x=x, y={"y": start})
-        torch.testing.assert_close(solve_lower(problem, clients, x, method)["y"], solution, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            solve_lower(problem, clients, x, method)["y"], solution, rtol=1e-9, atol=1e-9
+        )
 
 
 # What has no hypergradient
@@ -241,13 +260,19 @@ def stub(lower, y=(0.3, -0.2, 0.5)):
 
 NOT_CONVEX = {
     "concave": stub(lambda x, y, b: -0.5 * (y["y"] ** 2).sum() + (y["y"] * x["x"]).sum()),
-    "concave, at its maximum": stub(lambda x, y, b: -0.5 * ((y["y"] - x["x"]) ** 2).sum(), y=(1.0, 0.5, -1.0)),
-    "saddle": stub(lambda x, y, b: 0.5 * (y["y"] ** 2).sum() - y["y"][0] ** 2 + (y["y"] * x["x"]).sum()),
+    "concave, at its maximum": stub(
+        lambda x, y, b: -0.5 * ((y["y"] - x["x"]) ** 2).sum(), y=(1.0, 0.5, -1.0)
+    ),
+    "saddle": stub(
+        lambda x, y, b: 0.5 * (y["y"] ** 2).sum() - y["y"][0] ** 2 + (y["y"] * x["x"]).sum()
+    ),
     "linear": stub(lambda x, y, b: (y["y"] * x["x"]).sum()),
     "constant": stub(lambda x, y, b: x["x"].sum() + 0.0 * y["y"].sum()),
     "flat in one direction": stub(lambda x, y, b: 0.5 * ((y["y"] - x["x"])[:2] ** 2).sum()),
     "without a minimum": stub(lambda x, y, b: torch.exp(x["x"] - y["y"]).sum()),
-    "two samples, three unknowns": stub(lambda x, y, b: 0.5 * ((b[0] @ (y["y"] - x["x"])) ** 2).mean()),
+    "two samples, three unknowns": stub(
+        lambda x, y, b: 0.5 * ((b[0] @ (y["y"] - x["x"])) ** 2).mean()
+    ),
 }
 
 
@@ -263,7 +288,8 @@ def test_a_lower_level_with_a_kink():
     """Strongly convex, but its gradient vanishes nowhere."""
     problem, clients = stub(lambda x, y, b: ((y["y"] - x["x"]).abs() + 0.1 * y["y"] ** 2).sum())
     with pytest.raises(
-        ValueError, match=r"^the lower level was not solved: \|\|grad_y G\|\| is \S+ and a Newton step has length "
+        ValueError,
+        match=r"^the lower level was not solved: \|\|grad_y G\|\| is \S+ and a Newton step has length ",
     ):
         solve_lower(problem, clients, problem.x)
 
@@ -280,7 +306,9 @@ def test_private_lower_levels_are_refused(judge):
 @pytest.mark.parametrize("judge", [hypergradient, solve_lower, phi])
 def test_unknown_methods_are_refused(judge):
     task = quadratic()
-    sentence = "method is 'neuman'; it must be one of 'exact', 'cg', 'neumann'; did you mean 'neumann'?"
+    sentence = (
+        "method is 'neuman'; it must be one of 'exact', 'cg', 'neumann'; did you mean 'neumann'?"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         judge(task.problem, task.clients, task.problem.x, "neuman")
 
@@ -293,7 +321,10 @@ def test_weights_are_checked():
 
 def test_a_dense_hessian_has_a_limit(monkeypatch):
     task, x = quadratic(dim_y=4), {"x": draw("x", 5)}
-    monkeypatch.setattr(sys.modules["fedbilevel.hypergradient"], "DENSE_LIMIT", 3)
-    with pytest.raises(ValueError, match="method 'exact' needs at most 3 numbers in y, this problem has 4; use 'cg'"):
+    monkeypatch.setattr(sys.modules["fedbilevel.core.hypergradient"], "DENSE_LIMIT", 3)
+    with pytest.raises(
+        ValueError,
+        match="method 'exact' needs at most 3 numbers in y, this problem has 4; use 'cg'",
+    ):
         hypergradient(task.problem, task.clients, x)
     torch.testing.assert_close(hypergradient(task.problem, task.clients, x, "cg"), task.gradient(x))

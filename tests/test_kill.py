@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.execution.stacked.parts import TRACE_FROM
+from fedbilevel.execution.stacked._parts import TRACE_FROM
 from tests.tool import call, config, done, fork, metrics, start, summary, write
 
 ROUNDS = TRACE_FROM + 30  # the steps of a long run are traced, those of its start are not
@@ -53,7 +53,9 @@ def test_a_run_killed_ten_times(tmp_path: Path) -> None:
     total, draw = lines(whole), random.Random(5)
     # Twice while it starts, then when it has come so far, and a little later: within a round or while it saves.
     moments = [(0, draw.uniform(0, 1.5)) for _ in range(2)]
-    moments += [(wanted, draw.uniform(0, 0.015)) for wanted in sorted(draw.sample(range(1, total - 8), 8))]
+    moments += [
+        (wanted, draw.uniform(0, 0.015)) for wanted in sorted(draw.sample(range(1, total - 8), 8))
+    ]
     command = ["run", file, "--out", run, "--resume", "--quiet"]
     for wanted, later in moments:
         if not wanted:
@@ -86,15 +88,33 @@ def members(folder: Path) -> set[int]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc"
+)
 def test_a_comparison_killed_three_times_and_interrupted_once(tmp_path: Path) -> None:
     file, runs = write(tmp_path / "a.toml", EXPERIMENT), tmp_path / "runs"
     names = [f"{algorithm}/seed-{seed}" for algorithm in ("simfbo", "shrofbo") for seed in (0, 1)]
     folders = [runs / name for name in names]
-    command = ["compare", file, "--algorithms", "simfbo,shrofbo", "--seeds", 2, "--jobs", 2, "--out", runs]
+    command = [
+        "compare",
+        file,
+        "--algorithms",
+        "simfbo,shrofbo",
+        "--seeds",
+        2,
+        "--jobs",
+        2,
+        "--out",
+        runs,
+    ]
     command += ["--rounds", 80]
     # While the first members start, then when so many evaluations have been added, of 41 a member: far from the end.
-    for more, signals in [(0, signal.SIGKILL), (20, signal.SIGKILL), (20, signal.SIGKILL), (10, signal.SIGINT)]:
+    for more, signals in [
+        (0, signal.SIGKILL),
+        (20, signal.SIGKILL),
+        (20, signal.SIGKILL),
+        (10, signal.SIGINT),
+    ]:
         wanted = lines(*folders) + more
         process = fork(*command, "--resume", "--quiet", cwd=tmp_path)
         wait(lambda: members(runs), 30, "no member started")
@@ -104,11 +124,18 @@ def test_a_comparison_killed_three_times_and_interrupted_once(tmp_path: Path) ->
         process.join(30)
         assert process.exitcode == (130 if signals == signal.SIGINT else -signals)
         wait(lambda: not members(runs), 5, "a member outlives its comparison")
-    statuses = {summary(folder)["status"] for folder in folders if (folder / "summary.json").exists()}
+    statuses = {
+        summary(folder)["status"] for folder in folders if (folder / "summary.json").exists()
+    }
     assert "interrupted" in statuses
     assert call(*command, "--resume", "--quiet") == (0, "", "")
     assert (runs / "report.html").exists()
     for folder in folders:
         assert config(folder)["seed"] == int(folder.name[-1])
-        done("run", folder / "config.toml", "--out", tmp_path / "whole" / folder.parent.name / folder.name)
+        done(
+            "run",
+            folder / "config.toml",
+            "--out",
+            tmp_path / "whole" / folder.parent.name / folder.name,
+        )
         same(folder, tmp_path / "whole" / folder.parent.name / folder.name)

@@ -10,7 +10,7 @@ from torch.func import grad
 from torch.linalg import matrix_power
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedbilevel.linear import (
+from fedbilevel.core.linear import (
     CG,
     Descent,
     Neumann,
@@ -20,18 +20,25 @@ from fedbilevel.linear import (
     neumann_sum,
     random_product,
 )
-from fedbilevel.rng import normal, root
-from fedbilevel.tree import Tree, dot, flatten, norm, unflatten
+from fedbilevel.core.rng import normal, root
+from fedbilevel.core.tree import Tree, dot, flatten, norm, unflatten
 
 # Vectors of 1, 1, 6 and 12 numbers.
-SHAPES = {"scalar": [()], "d = 1": [(1,)], "one tensor": [(6,)], "four tensors": [(2, 3), (1,), (), (4, 1)]}
+SHAPES = {
+    "scalar": [()],
+    "d = 1": [(1,)],
+    "one tensor": [(6,)],
+    "four tensors": [(2, 3), (1,), (), (4, 1)],
+}
 
 
 class System:
     """H = Q diag(eigenvalues) Q', b, and the products with H, counted."""
 
     def __init__(self, shapes, eigenvalues=None, condition=10.0, seed=0, top=2.0):
-        like = Tree({f"t{j}": torch.empty(shape, dtype=torch.float64) for j, shape in enumerate(shapes)})
+        like = Tree(
+            {f"t{j}": torch.empty(shape, dtype=torch.float64) for j, shape in enumerate(shapes)}
+        )
         d = like.numel
         if eigenvalues is None:
             eigenvalues = top * condition ** -torch.linspace(0, 1, d, dtype=torch.float64)
@@ -106,7 +113,9 @@ def test_cg_reaches_its_tolerance_and_stops_there(seed, condition, tolerance):
     found = CG(tolerance=tolerance)(system, system.b)
     assert found.residual <= tolerance * (1 + 1e-3)
     steps = found.products - 1
-    assert steps == 1 or CG(tolerance=tolerance, steps=steps - 1)(system, system.b).residual > tolerance * (1 - 1e-3)
+    assert steps == 1 or CG(tolerance=tolerance, steps=steps - 1)(
+        system, system.b
+    ).residual > tolerance * (1 - 1e-3)
 
 
 @pytest.mark.parametrize("distinct", [1, 2, 3])
@@ -121,7 +130,9 @@ def test_cg_is_optimal_on_its_krylov_space(steps):
     """z_k minimises 1/2 z'Hz - b'z over span(b, Hb, ..., H^(k-1) b)."""
     system = System([(4,), (2, 4)], condition=100.0)
     b = flatten(system.b)
-    V, _ = torch.linalg.qr(torch.stack([matrix_power(system.H, j) @ b for j in range(steps)], dim=1))
+    V, _ = torch.linalg.qr(
+        torch.stack([matrix_power(system.H, j) @ b for j in range(steps)], dim=1)
+    )
     best = V @ torch.linalg.solve(V.T @ system.H @ V, V.T @ b)
     found = CG(steps=steps)(system, system.b)
     torch.testing.assert_close(flatten(found.value), best, rtol=1e-9, atol=1e-9)
@@ -135,7 +146,9 @@ def test_cg_is_optimal_on_its_krylov_space(steps):
 )
 def test_cg_refuses_what_is_not_positive_definite(eigenvalues):
     system = System([(len(eigenvalues),)], eigenvalues=eigenvalues)
-    with pytest.raises(ValueError, match=r"^CG met curvature \S+ at step \d+: the matrix is not positive definite"):
+    with pytest.raises(
+        ValueError, match=r"^CG met curvature \S+ at step \d+: the matrix is not positive definite"
+    ):
         CG()(system, system.b)
 
 
@@ -150,11 +163,16 @@ def test_cg_refuses_nan():
 def test_neumann_is_its_sum(shapes, steps, lr):
     """lr sum_{j < steps} (I - lr H)^j b, which leaves the residual (I - lr H)^steps b."""
     system = System(shapes, condition=30.0)
-    b, step = flatten(system.b), torch.eye(len(flatten(system.b)), dtype=torch.float64) - lr * system.H
+    b, step = (
+        flatten(system.b),
+        torch.eye(len(flatten(system.b)), dtype=torch.float64) - lr * system.H,
+    )
     found = Neumann(steps=steps, lr=lr)(system, system.b)
     expected = lr * sum(matrix_power(step, j) @ b for j in range(steps))
     torch.testing.assert_close(flatten(found.value), expected, rtol=1e-11, atol=1e-11)
-    assert found.residual == pytest.approx(float((matrix_power(step, steps) @ b).norm() / b.norm()), abs=1e-12)
+    assert found.residual == pytest.approx(
+        float((matrix_power(step, steps) @ b).norm() / b.norm()), abs=1e-12
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -169,10 +187,17 @@ def test_neumann_gains_with_every_term(seed, condition, lr, steps):
 def test_random_product_is_unbiased(shapes, steps, lr):
     """The mean over all lengths it can have, by enumeration, is the Neumann sum; each is its own product."""
     system = System(shapes, condition=30.0)
-    b, step = flatten(system.b), torch.eye(len(flatten(system.b)), dtype=torch.float64) - lr * system.H
-    every = [flatten(random_product(system, system.b, steps, lr, length)) for length in range(steps)]
+    b, step = (
+        flatten(system.b),
+        torch.eye(len(flatten(system.b)), dtype=torch.float64) - lr * system.H,
+    )
+    every = [
+        flatten(random_product(system, system.b, steps, lr, length)) for length in range(steps)
+    ]
     for length, found in enumerate(every):
-        torch.testing.assert_close(found, lr * steps * matrix_power(step, length) @ b, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            found, lr * steps * matrix_power(step, length) @ b, rtol=1e-11, atol=1e-11
+        )
     expected = flatten(neumann_sum(system, system.b, steps, lr))
     torch.testing.assert_close(torch.stack(every).mean(0), expected, rtol=1e-11, atol=1e-11)
 
@@ -231,12 +256,19 @@ def test_directional_products_err_by_the_square_of_the_width(width, length):
 
 
 def test_directional_products_are_exact_for_quadratics_in_one_dimension_and_zero_for_zero():
-    y, v = Tree(y=torch.tensor([2.0], dtype=torch.float64)), Tree(y=torch.tensor([3.0], dtype=torch.float64))
+    y, v = (
+        Tree(y=torch.tensor([2.0], dtype=torch.float64)),
+        Tree(y=torch.tensor([3.0], dtype=torch.float64)),
+    )
     product = directional(lambda y: 5.0 * y, y)
-    torch.testing.assert_close(product(v)["y"], torch.tensor([15.0], dtype=torch.float64), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        product(v)["y"], torch.tensor([15.0], dtype=torch.float64), rtol=1e-9, atol=0
+    )
     assert float(product(0.0 * v)["y"]) == 0
     found = CG()(product, v)
-    torch.testing.assert_close(found.value["y"], torch.tensor([0.6], dtype=torch.float64), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        found.value["y"], torch.tensor([0.6], dtype=torch.float64), rtol=1e-9, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,14 +319,18 @@ class Live(TorchDispatchMode):
         lambda steps: CG(tolerance=0.0, steps=steps),
         lambda steps: Neumann(steps, 0.1),
         lambda steps: Descent(steps - 1, 0.1),
-        lambda steps: RandomProduct(steps, 0.1, seed=next(s for s in range(999) if length(s, steps) == steps - 1)),
+        lambda steps: RandomProduct(
+            steps, 0.1, seed=next(s for s in range(999) if length(s, steps) == steps - 1)
+        ),
     ],
     ids=["CG", "Neumann", "Descent", "RandomProduct"],
 )
 def test_memory_does_not_grow_with_steps(solver):
     """Also when the products come from differentiation."""
     scale = torch.logspace(0, -3, 60, dtype=torch.float64).reshape(2, 30)
-    y = Tree(a=torch.sin(torch.arange(30, dtype=torch.float64)), b=torch.tensor(0.5, dtype=torch.float64))
+    y = Tree(
+        a=torch.sin(torch.arange(30, dtype=torch.float64)), b=torch.tensor(0.5, dtype=torch.float64)
+    )
 
     def slope(y, v):
         return dot(grad(lambda y: (scale * torch.cosh(y["a"] + y["b"])).sum() + y["b"] ** 2)(y), v)

@@ -54,12 +54,18 @@ def test_the_upper_loss_is_the_mean_over_classes_of_all_data_together() -> None:
     """Over every sample dealt it is the mean of the classes' mean cross-entropies, whatever the tail."""
     task = fb.tasks.load("loss-tuning", hidden=8, partition="shards")
     x, y = task.problem.start
-    inputs, labels = (torch.cat([side[j] for c in task.clients for side in (c.train, c.val)]) for j in (0, 1))  # type: ignore[index]
-    losses = F.cross_entropy(functional_call(fb.nets.mlp(64, 8, 10), y, (inputs,)), labels, reduction="none")
+    inputs, labels = (
+        torch.cat([side[j] for c in task.clients for side in (c.train, c.val)]) for j in (0, 1)
+    )  # type: ignore[index]
+    losses = F.cross_entropy(
+        functional_call(fb.nets.mlp(64, 8, 10), y, (inputs,)), labels, reduction="none"
+    )
     each = torch.stack([losses[labels == k].mean() for k in range(10)])
     torch.testing.assert_close(task.problem.upper(x, y, (inputs, labels), KEY), each.mean())
     moved = x.map(lambda t: t + 1)
-    assert task.problem.upper(moved, y, (inputs, labels), KEY) == task.problem.upper(x, y, (inputs, labels), KEY)
+    assert task.problem.upper(moved, y, (inputs, labels), KEY) == task.problem.upper(
+        x, y, (inputs, labels), KEY
+    )
 
 
 def test_the_long_tail_falls_geometrically() -> None:
@@ -80,7 +86,9 @@ def test_only_what_is_dealt_has_a_tail_and_the_balanced_accuracy_weighs_classes_
     counts = tailed.labels.bincount()
     assert counts[0] == even.labels.bincount()[0]
     assert float(counts[0] / counts[9]) == pytest.approx(20, rel=0.1)
-    assert sorted(torch.cat([torch.cat(split) for split in tailed.splits]).tolist()) == list(range(len(tailed.labels)))
+    assert sorted(torch.cat([torch.cat(split) for split in tailed.splits]).tolist()) == list(
+        range(len(tailed.labels))
+    )
     assert torch.equal(tailed.test[1], even.test[1])
     skewed = tailed._replace(test=(torch.zeros(6, 1, 8, 8), torch.tensor([0, 0, 0, 0, 1, 1])))
 
@@ -90,7 +98,10 @@ def test_only_what_is_dealt_has_a_tail_and_the_balanced_accuracy_weighs_classes_
     found = skewed.accuracies(always_0, fb.Tree(x=torch.zeros(1)), fb.Tree())
     assert found["test_accuracy"] == pytest.approx(4 / 6)
     assert found["balanced_accuracy"] == 0.5
-    assert set(even.accuracies(always_0, fb.Tree(x=torch.zeros(1)), fb.Tree())) == {"train_accuracy", "test_accuracy"}
+    assert set(even.accuracies(always_0, fb.Tree(x=torch.zeros(1)), fb.Tree())) == {
+        "train_accuracy",
+        "test_accuracy",
+    }
 
 
 @pytest.mark.parametrize(
@@ -114,10 +125,16 @@ def test_simfbo_tunes_the_loss_for_rare_classes() -> None:
 
     def ends(lr_x: float) -> fb.Result:
         method = fb.algorithms.SimFBO(server_lr_x=lr_x, server_lr_y=0.2, server_lr_z=0.02)
-        return fb.solve(task.problem, task.clients, method, rounds=120, evaluate=task.evaluate, every=120)
+        return fb.solve(
+            task.problem, task.clients, method, rounds=120, evaluate=task.evaluate, every=120
+        )
 
     plain, tuned = ends(1e-9), ends(2.0)
     assert tuned.history[-1]["upper_loss"] < 0.7 * plain.history[-1]["upper_loss"]
     assert tuned.history[-1]["balanced_accuracy"] > plain.history[-1]["balanced_accuracy"] + 0.02
-    assert tuned.x["weights"][-3:].mean() > tuned.x["weights"][:3].mean()  # rare classes count more,
-    assert tuned.x["additive"][-3:].mean() < tuned.x["additive"][:3].mean()  # and with a wider margin
+    assert (
+        tuned.x["weights"][-3:].mean() > tuned.x["weights"][:3].mean()
+    )  # rare classes count more,
+    assert (
+        tuned.x["additive"][-3:].mean() < tuned.x["additive"][:3].mean()
+    )  # and with a wider margin

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedbilevel as fb
-from fedbilevel.delays import LogNormal
 from fedbilevel.execution import memories
 from fedbilevel.execution.memories import Memories
-from fedbilevel.runs.record import Recorder
-from fedbilevel.solve import Run
+from fedbilevel.federation.delays import LogNormal
+from fedbilevel.runs.recorder import Recorder
+from fedbilevel.runs.run import Run
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
@@ -25,7 +25,10 @@ def memory(value: int) -> dict[str, Any]:
     if value == 0:
         return {}
     tensor = torch.arange(value).to(DTYPES[value % 5])
-    return {"a": fb.Tree(w=tensor, b=tensor[:0].reshape(0, 3)), "way": (fb.Tree(y=tensor[0]), tensor.reshape(1, -1))}
+    return {
+        "a": fb.Tree(w=tensor, b=tensor[:0].reshape(0, 3)),
+        "way": (fb.Tree(y=tensor[0]), tensor.reshape(1, -1)),
+    }
 
 
 def same(found: Any, expected: dict[int, int]) -> None:
@@ -36,14 +39,23 @@ def same(found: Any, expected: dict[int, int]) -> None:
 
 steps = st.one_of(
     st.tuples(st.just("set"), st.integers(0, 5), st.integers(0, 9)),
-    st.tuples(st.sampled_from(["mark", "back", "save", "kill", "delete"]), st.integers(0, 5), st.just(0)),
+    st.tuples(
+        st.sampled_from(["mark", "back", "save", "kill", "delete"]), st.integers(0, 5), st.just(0)
+    ),
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=st.lists(steps, max_size=40), most=st.sampled_from([0, 200, 10**6]), in_folder=st.booleans())
+@given(
+    steps=st.lists(steps, max_size=40),
+    most=st.sampled_from([0, 200, 10**6]),
+    in_folder=st.booleans(),
+)
 def test_it_is_a_dict(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]], most: int, in_folder: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[tuple[str, int, int]],
+    most: int,
+    in_folder: bool,
 ) -> None:
     """With marks and checkpoints to go back to; `kill` loses what was done since the last checkpoint."""
     folder = tmp_path_factory.mktemp("run") if in_folder else None
@@ -55,7 +67,10 @@ def test_it_is_a_dict(
         for what, client, value in steps:
             if what == "set":
                 ours[client] = memory(value)
-                model = {**{i: v for i, v in model.items() if i != client}, **({client: value} if value else {})}
+                model = {
+                    **{i: v for i, v in model.items() if i != client},
+                    **({client: value} if value else {}),
+                }
             elif what == "delete" and client in model:
                 del ours[client], model[client]
             elif what == "mark":
@@ -88,7 +103,11 @@ def test_files_are_written_anew_before_they_are_mostly_outdated(tmp_path: Path) 
             ours.save()
     ours.save()
     ours.save()
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2 * memories.SLACK < 200 * 1_500_000
+    assert (
+        sum(file.stat().st_size for file in tmp_path.iterdir())
+        < 2 * memories.SLACK
+        < 200 * 1_500_000
+    )
     assert float(ours[2]["w"][-1]) == 199.0
 
 
@@ -113,7 +132,9 @@ def test_a_run_goes_on_with_the_same_bits_and_small_checkpoints(tmp_path: Path) 
     """Clients that remember, next to nothing of it in memory, stopped without a last checkpoint."""
     task = fb.tasks.load("quadratic", clients=6, samples=4, noise=1.0)
     method, config = fb.algorithms.AFBO(memory="client"), {"algorithm": {"name": "afbo"}, "seed": 0}
-    conditions = fb.Environment(participation=2, local_steps=(1, 3), batch_size=2, delay=LogNormal())
+    conditions = fb.Environment(
+        participation=2, local_steps=(1, 3), batch_size=2, delay=LogNormal()
+    )
 
     def recorder(folder: str, rounds: int, memory: int = 300) -> Recorder:
         fed = fb.simulated_federation(task.problem, task.clients, conditions)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm, Phase
-from fedbilevel.algorithms.rounds import LowerGradient
-from fedbilevel.solve import Run
-from fedbilevel.tree import norm
+from fedbilevel.algorithms.shared import LowerGradient
+from fedbilevel.core.tree import norm
+from fedbilevel.runs.run import Run
 
 
 def task(**options: Any) -> Any:
@@ -31,7 +31,9 @@ def means(of: Any) -> list[Tensor]:
     return of._means("uniform")  # type: ignore[no-any-return]
 
 
-def step_on_x(of: Any, algorithm: Algorithm, draws: list[int] | None = None, cohort: list[int] | None = None) -> Tensor:
+def step_on_x(
+    of: Any, algorithm: Algorithm, draws: list[int] | None = None, cohort: list[int] | None = None
+) -> Tensor:
     """The direction of the first step on x, from a start where y does not move (lr_y is tiny)."""
     fed = fb.simulated_federation(of.problem, of.clients)
     if draws is not None:
@@ -74,7 +76,9 @@ def test_fednest_random_truncation_has_the_expectation_of_the_sum() -> None:
     of, N = task(), 5
     method = fb.algorithms.FedNest(**SMALL, neumann_lr=0.7, neumann_steps=N, truncation="random")
     mean = torch.stack([step_on_x(of, method, [n]) for n in range(N)]).mean(0)
-    deterministic = step_on_x(of, fb.algorithms.FedNest(**SMALL, neumann_lr=0.7, neumann_steps=N - 1))
+    deterministic = step_on_x(
+        of, fb.algorithms.FedNest(**SMALL, neumann_lr=0.7, neumann_steps=N - 1)
+    )
     torch.testing.assert_close(mean, deterministic, rtol=0, atol=1e-9)
 
 
@@ -85,7 +89,8 @@ def test_fednest_reference_is_the_published_codes_formula(heterogeneity: float) 
     _, B, _, e, t, _ = means(of)
     local = [client.train[0][0] for client in of.clients]
     powers = [
-        torch.stack([torch.linalg.matrix_power(torch.eye(4) - lr * A, k) for A in local]).mean(0) for k in range(N + 1)
+        torch.stack([torch.linalg.matrix_power(torch.eye(4) - lr * A, k) for A in local]).mean(0)
+        for k in range(N + 1)
     ]
     p = lr * (-e + sum(powers[k] @ -e / k for k in range(1, N + 1)))
     options = {**SMALL, "neumann_lr": lr, "neumann_steps": N}
@@ -151,7 +156,9 @@ def test_aggitd_costs_2n_plus_3_rounds_and_fednest_2t_plus_n_plus_3(N: int) -> N
     for _ in range(3):
         here = run(of, fb.algorithms.AggITD(inner_rounds=N, lower_steps=2), iterations=4)
         assert here.fed.ledger.rounds == 4 * (2 * N + 3)
-    here = run(of, fb.algorithms.FedNest(inner_rounds=2, neumann_steps=N, lower_steps=2), iterations=4)
+    here = run(
+        of, fb.algorithms.FedNest(inner_rounds=2, neumann_steps=N, lower_steps=2), iterations=4
+    )
     assert here.fed.ledger.rounds == 4 * (2 * 2 + N + 3)
     here = run(of, fb.algorithms.LFedNest(inner_rounds=2, lower_steps=2), iterations=4)
     assert here.fed.ledger.rounds == 4 * (2 + 1)
@@ -170,7 +177,9 @@ def test_aggitd_indirect_term_at_the_settings_of_table_2() -> None:
 
 def test_local_epochs_pass_over_the_data_once_each() -> None:
     of = task(clients=2, samples=10, noise=1.0)
-    here = run(of, fb.algorithms.FedNest(lower_steps="3 epochs", lower="sgd", upper_steps=1), batch_size=4)
+    here = run(
+        of, fb.algorithms.FedNest(lower_steps="3 epochs", lower="sgd", upper_steps=1), batch_size=4
+    )
     cost = here.fed.ledger.phases["lower_round"]
     assert cost.samples == 2 * 3 * 10
     assert cost.gradients == 2 * 3 * 3  # batches of 4, 4 and 2
@@ -190,7 +199,9 @@ def test_fedmbo_is_unbiased_with_weights_that_are_not_uniform() -> None:
     method = fb.algorithms.FedMBO(lr_x=0.1, lr_y=1e-12, neumann_lr=lam, neumann_steps=N)
     fed = fb.simulated_federation(of.problem, of.clients, weights=weights)
     start = method.init(of.problem)
-    found = torch.stack([(start.x["x"] - method.iterate(start, fed).x["x"]) / 0.1 for _ in range(250)])
+    found = torch.stack(
+        [(start.x["x"] - method.iterate(start, fed).x["x"]) / 0.1 for _ in range(250)]
+    )
     error = found.std(0) / 250**0.5
     assert ((found.mean(0) - (-t + B.T @ p)).abs() < 4.5 * error).all()
     assert (error < 0.2 * (B.T @ p).norm()).all(), "the test would accept anything"
@@ -210,7 +221,13 @@ def test_fedmbo_costs_its_longest_chain() -> None:
 def test_local_random_truncation_has_the_expectation_of_the_sum() -> None:
     """LocalBSGM's momentum over 50 like clients, 25 times, within 4.5 standard errors of that with the sum."""
     of = task(clients=50, heterogeneity=0.0)
-    options = {"lr_x": 1e-9, "lr_y": 1e-9, "neumann_lr": 0.8, "neumann_steps": 4, "momentum_weight": 1.0}
+    options = {
+        "lr_x": 1e-9,
+        "lr_y": 1e-9,
+        "neumann_lr": 0.8,
+        "neumann_steps": 4,
+        "momentum_weight": 1.0,
+    }
     exact = run(of, fb.algorithms.LocalBSGM(**options, truncation="sum")).state.u["x"]
     method = fb.algorithms.LocalBSGM(**options)
     fed = fb.simulated_federation(of.problem, of.clients)

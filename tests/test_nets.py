@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedbilevel import nets
-from fedbilevel.rng import fold_in, root
+from fedbilevel.core.rng import fold_in, root
 
 
 def count(module):
@@ -50,7 +50,10 @@ def test_lenet_refuses_other_sizes():
 def test_conv4_sizes(size, features):
     """8x8 pixels are one after three blocks; one pixel is not pooled."""
     net = nets.conv4(1, size, 5)
-    assert (count(net.backbone), count(net.head)) == ((1 + 3 * 64) * 64 * 9 + 4 * 128, 5 * features + 5)
+    assert (count(net.backbone), count(net.head)) == (
+        (1 + 3 * 64) * 64 * 9 + 4 * 128,
+        5 * features + 5,
+    )
     assert net.backbone(torch.rand(2, 1, size, size)).shape == (2, features)
 
 
@@ -58,20 +61,26 @@ def test_conv4_sizes(size, features):
 def test_resnet12_sizes(size):
     net, widths = nets.resnet12(1, size, 5), (1, 64, 128, 256, 512)
     blocks = [9 * (i * w + 2 * w * w) + i * w + 4 * 2 * w for i, w in pairwise(widths)]
-    assert (count(net.backbone), count(net.head)) == (sum(blocks), 5 * 512 + 5) == (7_995_520, 2_565)
+    assert (
+        (count(net.backbone), count(net.head)) == (sum(blocks), 5 * 512 + 5) == (7_995_520, 2_565)
+    )
     assert net(torch.rand(2, 1, size, size)).shape == (2, 5)
 
 
 @pytest.mark.parametrize(("size", "side"), [(32, 4), (28, 4), (8, 1), (1, 1)])
 def test_resnet18_sizes(size, side):
     net = nets.resnet18(3, size, 10)
-    assert count(net) == 11_173_962  # with the affine parameters of its norms, which are as many as BatchNorm's
+    assert (
+        count(net) == 11_173_962
+    )  # with the affine parameters of its norms, which are as many as BatchNorm's
     assert net.backbone[:-2](torch.rand(1, 3, size, size)).shape == (1, 512, side, side)
     assert net(torch.rand(2, 3, size, size)).shape == (2, 10)
 
 
 def test_widths_are_whole_groups():
-    with pytest.raises(ValueError, match="hidden is 6; it must be a multiple of 4, the channels of a group"):
+    with pytest.raises(
+        ValueError, match="hidden is 6; it must be a multiple of 4, the channels of a group"
+    ):
         nets.conv4(1, 28, 5, hidden=6)
     for net in nets.resnet12, nets.resnet18:
         with pytest.raises(ValueError, match="widths is 10; it must be a multiple of 4"):
@@ -79,12 +88,19 @@ def test_widths_are_whole_groups():
 
 
 def test_group_norm_normalises_the_groups_its_weight_has():
-    norm, h = nets.GroupNorm(3, 4), torch.randn(5, 8, 2, 2, generator=torch.Generator().manual_seed(0))
+    norm, h = (
+        nets.GroupNorm(3, 4),
+        torch.randn(5, 8, 2, 2, generator=torch.Generator().manual_seed(0)),
+    )
     weight, bias = torch.arange(8.0).view(2, 4), -torch.arange(8.0).view(2, 4)
     groups = h.view(5, 2, 4 * 2 * 2)
-    scaled = (groups - groups.mean(2, keepdim=True)) / (groups.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
+    scaled = (groups - groups.mean(2, keepdim=True)) / (
+        groups.var(2, correction=0, keepdim=True) + 1e-5
+    ).sqrt()
     expected = weight.view(8, 1, 1) * scaled.view_as(h) + bias.view(8, 1, 1)
-    torch.testing.assert_close(functional_call(norm, {"weight": weight, "bias": bias}, (h,)), expected)
+    torch.testing.assert_close(
+        functional_call(norm, {"weight": weight, "bias": bias}, (h,)), expected
+    )
     assert not list(norm.buffers())
 
 
@@ -100,14 +116,23 @@ NETS = {
 
 @pytest.mark.parametrize(
     ("name", "channels", "size"),
-    [("lenet", 1, 28), ("lenet", 3, 32), ("conv4", 3, 32), ("conv4", 1, 8), ("resnet12", 1, 28), ("resnet18", 1, 8)],
+    [
+        ("lenet", 1, 28),
+        ("lenet", 3, 32),
+        ("conv4", 3, 32),
+        ("conv4", 1, 8),
+        ("resnet12", 1, 28),
+        ("resnet18", 1, 8),
+    ],
 )
 def test_per_client_under_vmap(name, channels, size):
     """Outputs and Hessian-vector products of every client are those of the client alone."""
     clients = [NETS[name](channels, size, 10, seed=seed).double() for seed in range(3)]
     parameters, _ = stack_module_state(clients)
     parameters = {name: value.detach() for name, value in parameters.items()}
-    x = torch.rand(3, 4, channels, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(
+        3, 4, channels, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     y = torch.tensor([[0, 1, 2, 3]] * 3)
 
     def forward(weights, x):
@@ -115,7 +140,9 @@ def test_per_client_under_vmap(name, channels, size):
 
     def hessian_vector(weights, x, y):
         gradient = grad(lambda w: cross_entropy(forward(w, x), y))
-        return grad(lambda w: sum(g.sum() for g in gradient(w).values()))(weights)  # the vector of ones
+        return grad(lambda w: sum(g.sum() for g in gradient(w).values()))(
+            weights
+        )  # the vector of ones
 
     outputs = vmap(forward)(parameters, x)
     products = vmap(hessian_vector)(parameters, x, y)
@@ -152,9 +179,14 @@ def test_axes_of_the_small_networks():
         "head.bias": (None,),
     }
     one, two = (nets.axes(nets.lenet(1, 28, 10, head_layers=layers)) for layers in (1, 2))
-    assert one["backbone.7.weight"] == two["backbone.7.weight"] == ("backbone.7", "backbone.3")  # 400 = 16 x 25 inputs
+    assert (
+        one["backbone.7.weight"] == two["backbone.7.weight"] == ("backbone.7", "backbone.3")
+    )  # 400 = 16 x 25 inputs
     assert (one["head.weight"], one["head.bias"]) == ((None, "backbone.9"), (None,))
-    assert (two["head.0.weight"], two["head.2.weight"]) == (("head.0", "backbone.7"), (None, "head.0"))
+    assert (two["head.0.weight"], two["head.2.weight"]) == (
+        ("head.0", "backbone.7"),
+        (None, "head.0"),
+    )
     conv4 = nets.axes(nets.conv4(1, 28, 5))
     assert conv4["backbone.4.weight"] == ("backbone.4", "backbone.0", None, None)
     assert conv4["backbone.5.weight"] == conv4["backbone.5.bias"] == ("backbone.4", None)
@@ -168,14 +200,21 @@ def test_axes_of_residual_networks():
     assert twelve["backbone.0.path.6.weight"] == (first, "backbone.0.path.3", None, None)
     assert twelve["backbone.0.shortcut.0.weight"] == (first, None, None, None)
     assert twelve["backbone.3.path.0.weight"] == ("backbone.3.path.0", first, None, None)
-    assert twelve["backbone.3.path.7.weight"] == twelve["backbone.3.shortcut.1.bias"] == (second, None)
+    assert (
+        twelve["backbone.3.path.7.weight"] == twelve["backbone.3.shortcut.1.bias"] == (second, None)
+    )
     assert len({axis for axes in twelve.values() for axis in axes} - {None}) == 4 * 3
     eighteen = nets.axes(nets.resnet18(3, 32, 10))
     for block in "backbone.3", "backbone.5":
         assert eighteen[f"{block}.path.0.weight"] == (f"{block}.path.0", "backbone.0", None, None)
         assert eighteen[f"{block}.path.3.weight"] == ("backbone.0", f"{block}.path.0", None, None)
         assert eighteen[f"{block}.path.4.weight"] == ("backbone.0", None)
-    assert eighteen["backbone.7.shortcut.0.weight"] == ("backbone.7.shortcut.0", "backbone.0", None, None)
+    assert eighteen["backbone.7.shortcut.0.weight"] == (
+        "backbone.7.shortcut.0",
+        "backbone.0",
+        None,
+        None,
+    )
     assert len({axis for axes in eighteen.values() for axis in axes} - {None}) == 4 + 8
 
 
@@ -189,11 +228,21 @@ def square():
         ([square()], {"0": (None, None)}),
         ([square(), nn.Tanh(), square()], {"0": ("0", None), "2": (None, "0")}),
         # a sum with the inputs, and one with the outputs, cannot be cut
-        ([nets.Residual(square(), nn.Identity()), square()], {"0.path": (None, None), "1": (None, None)}),
-        ([square(), nets.Residual(square(), nn.Identity())], {"0": (None, None), "1.path": (None, None)}),
+        (
+            [nets.Residual(square(), nn.Identity()), square()],
+            {"0.path": (None, None), "1": (None, None)},
+        ),
+        (
+            [square(), nets.Residual(square(), nn.Identity())],
+            {"0": (None, None), "1.path": (None, None)},
+        ),
         # axes that the inner sum has made one meet again in the outer one
         (
-            [square(), nets.Residual(nets.Residual(nn.Identity(), square()), nn.Identity()), square()],
+            [
+                square(),
+                nets.Residual(nets.Residual(nn.Identity(), square()), nn.Identity()),
+                square(),
+            ],
             {
                 "0": ("1.path.shortcut", None),
                 "1.path.shortcut": ("1.path.shortcut",) * 2,
@@ -213,7 +262,9 @@ def square():
     ],
 )
 def test_axes_of_a_sequence_of_ones_own(net, expected):
-    assert nets.axes(nn.Sequential(*net)) == {f"{name}.weight": axes for name, axes in expected.items()}
+    assert nets.axes(nn.Sequential(*net)) == {
+        f"{name}.weight": axes for name, axes in expected.items()
+    }
 
 
 def test_axes_refuses_what_it_cannot_follow():
@@ -221,9 +272,13 @@ def test_axes_refuses_what_it_cannot_follow():
         def forward(self, h):
             return super().forward(h).flip(1)
 
-    by_hand = "; the axes must be given by hand, as a name or None for each dimension of each parameter$"
+    by_hand = (
+        "; the axes must be given by hand, as a name or None for each dimension of each parameter$"
+    )
     for layer in nn.BatchNorm2d(8), nn.GroupNorm(2, 8, affine=False), Shuffled(8, 8):
-        unknown = rf"^layer '1.0' is of a kind that nets.axes does not know \({type(layer).__name__}\)"
+        unknown = (
+            rf"^layer '1.0' is of a kind that nets.axes does not know \({type(layer).__name__}\)"
+        )
         with pytest.raises(ValueError, match=unknown + by_hand):
             nets.axes(nn.Sequential(nn.Conv2d(1, 8, 3), nn.Sequential(layer)))
     with pytest.raises(ValueError, match=f"^layer '0' is a convolution with 2 groups{by_hand}"):
@@ -261,7 +316,15 @@ def first_units(net, ratio):
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("mlp", 8), ("lenet", 28), ("lenet-2", 28), ("conv4", 8), ("conv4", 32), ("resnet12", 8), ("resnet18", 8)],
+    [
+        ("mlp", 8),
+        ("lenet", 28),
+        ("lenet-2", 28),
+        ("conv4", 8),
+        ("conv4", 32),
+        ("resnet12", 8),
+        ("resnet18", 8),
+    ],
 )
 @pytest.mark.parametrize("ratio", [1 / 2, 1 / 4, 1 / 16])
 @pytest.mark.parametrize("which", ["first", "random"])
@@ -269,16 +332,26 @@ def test_the_cut_network_is_the_masked_one(name, size, ratio, which):
     """With all that leaves or enters a dropped unit at 0 (its norm's weight and bias too) the unit's output is 0, so
     outputs and gradients of the whole network, at the entries that are kept, are those of the small one."""
     net, generator = NETS[name](1, size, 3).double(), torch.Generator().manual_seed(1)
-    whole = {name: 0.3 * torch.randn(p.shape, dtype=p.dtype, generator=generator) for name, p in net.named_parameters()}
+    whole = {
+        name: 0.3 * torch.randn(p.shape, dtype=p.dtype, generator=generator)
+        for name, p in net.named_parameters()
+    }
     images = torch.randn(4, 1, size, size, dtype=torch.float64, generator=generator)
     kept = first_units(net, ratio)
     if which == "random":
         number = units(net)
-        kept = {axis: torch.randperm(number[axis], generator=generator)[: len(first)] for axis, first in kept.items()}
-    places = cut(net, {name: torch.arange(p.numel()).view(p.shape) for name, p in whole.items()}, kept)
+        kept = {
+            axis: torch.randperm(number[axis], generator=generator)[: len(first)]
+            for axis, first in kept.items()
+        }
+    places = cut(
+        net, {name: torch.arange(p.numel()).view(p.shape) for name, p in whole.items()}, kept
+    )
     masked = {}
     for name, p in whole.items():
-        kept_entries = torch.zeros(p.numel(), dtype=p.dtype).index_fill(0, places[name].flatten(), 1)
+        kept_entries = torch.zeros(p.numel(), dtype=p.dtype).index_fill(
+            0, places[name].flatten(), 1
+        )
         masked[name] = p * kept_entries.view(p.shape)
 
     def loss(weights):
@@ -287,7 +360,9 @@ def test_the_cut_network_is_the_masked_one(name, size, ratio, which):
 
     small = cut(net, whole, kept)
     assert sum(p.numel() for p in small.values()) < 0.6 * sum(p.numel() for p in whole.values())
-    (gradient, output), (expected, expected_output) = (grad(loss, has_aux=True)(w) for w in (small, masked))
+    (gradient, output), (expected, expected_output) = (
+        grad(loss, has_aux=True)(w) for w in (small, masked)
+    )
     torch.testing.assert_close(output, expected_output, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradient, cut(net, expected, kept), rtol=1e-10, atol=1e-10)
     assert all(value.abs().max() > 1e-6 for value in gradient.values())
@@ -305,7 +380,9 @@ def test_costs_fall_with_the_square_of_the_width():
     for column in zip(*costs, strict=True):
         whole, _, quarter, *_ = column
         assert 1 / 16 < quarter / whole < 0.064
-        assert sum(column) / 5 / whole == pytest.approx(sum(4.0**-k for k in range(5)) / 5, rel=2e-3)
+        assert sum(column) / 5 / whole == pytest.approx(
+            sum(4.0**-k for k in range(5)) / 5, rel=2e-3
+        )
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
@@ -360,7 +437,9 @@ def test_gradient_passes_where_the_mask_does():
 
 def test_dropout_without_a_key():
     layer, h = nets.Dropout(0.5), torch.ones(5)
-    with pytest.raises(RuntimeError, match=r"must be called within `with fedbilevel.nets.randomness"):
+    with pytest.raises(
+        RuntimeError, match=r"must be called within `with fedbilevel.nets.randomness"
+    ):
         layer(h)
     with pytest.raises(KeyError), nets.randomness(root(0, "test")):
         raise KeyError

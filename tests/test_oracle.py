@@ -10,11 +10,11 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import vmap
 from torch.nn.functional import softplus
 
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem, split_module
+from fedbilevel.core.rng import fold_in, normal, root, uniform
+from fedbilevel.core.tree import Tree, dot, flatten, norm, unflatten
 from fedbilevel.nets import Dropout, randomness, seeded
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem, split_module
-from fedbilevel.rng import fold_in, normal, root, uniform
-from fedbilevel.tree import Tree, dot, flatten, norm, unflatten
 
 CLIENTS = 3
 
@@ -36,7 +36,9 @@ class Case(NamedTuple):
     def of(self, client):
         """oracle, x, y, z and batch of one client."""
         train, val = (
-            {k: t[client] for k, t in data.items()} if isinstance(data, dict) else tuple(t[client] for t in data)
+            {k: t[client] for k, t in data.items()}
+            if isinstance(data, dict)
+            else tuple(t[client] for t in data)
             for data in self.batch[:2]
         )
         point = [tree.map(lambda t: t[client]) for tree in (self.x, self.y, self.z)]
@@ -51,7 +53,10 @@ def network(form):
 
     def lower(x, y, batch):
         inputs, targets = (batch["inputs"], batch["targets"]) if form == "dict" else batch
-        return softplus(-targets * outputs(x, y, inputs)).mean() + 0.1 * (y["v"] ** 2).sum() * x["b"].exp().sum()
+        return (
+            softplus(-targets * outputs(x, y, inputs)).mean()
+            + 0.1 * (y["v"] ** 2).sum() * x["b"].exp().sum()
+        )
 
     def upper(x, y, batch):
         inputs, targets = (batch["inputs"], batch["targets"]) if form == "dict" else batch
@@ -73,7 +78,11 @@ def one_dimension():
     def upper(x, y, batch):
         return (torch.exp(-x["x"] + 0.1 * batch[0]) * y["y"] ** 2).mean()
 
-    x, y, z = Tree(x=1 + 0.1 * draw("x", 1)), Tree(y=2 + 0.1 * draw("y", 1)), Tree(y=-1 + 0.1 * draw("z", 1))
+    x, y, z = (
+        Tree(x=1 + 0.1 * draw("x", 1)),
+        Tree(y=2 + 0.1 * draw("y", 1)),
+        Tree(y=-1 + 0.1 * draw("z", 1)),
+    )
     return Case(_problem(upper, lower, x, y), x, y, z, Batch((draw("t", 4),), (draw("v", 4),)))
 
 
@@ -191,7 +200,9 @@ def test_products_are_finite_differences_of_the_gradient(case):
     curvature = slope(lambda y: oracle.lower_gradient_y(x, y, batch), y, z)
     close(oracle.hessian_product(x, y, z, batch), flatten(curvature), rtol=1e-7)
     cross = slope(lambda x: dot(oracle.lower_gradient_y(x, y, batch), z), x, u)
-    torch.testing.assert_close(dot(oracle.cross_product(x, y, z, batch), u), cross, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        dot(oracle.cross_product(x, y, z, batch), u), cross, rtol=1e-7, atol=1e-9
+    )
 
 
 CALLS = {
@@ -220,7 +231,9 @@ def test_gradient_equivalents(case, cost, call):
 @pytest.mark.parametrize("call", [call for _, call in CALLS.values()], ids=CALLS)
 def test_a_stack_under_vmap_is_one_by_one(case, call):
     oracle = Oracle(case.problem)
-    stack = vmap(lambda x, y, z, batch: call(oracle, x, y, z, batch))(case.x, case.y, case.z, case.batch)
+    stack = vmap(lambda x, y, z, batch: call(oracle, x, y, z, batch))(
+        case.x, case.y, case.z, case.batch
+    )
     for client in range(CLIENTS):
         alone = call(*case.of(client))
         row = torch.utils._pytree.tree_map(lambda t, client=client: t[client], stack)
@@ -229,7 +242,13 @@ def test_a_stack_under_vmap_is_one_by_one(case, call):
 
 def test_project_x_is_the_problems():
     problem = CASES["one dimension"].problem
-    clamped = Problem(upper=problem.upper, lower=problem.lower, x=problem.x, y=problem.y, project_x=lambda x: 0.5 * x)
+    clamped = Problem(
+        upper=problem.upper,
+        lower=problem.lower,
+        x=problem.x,
+        y=problem.y,
+        project_x=lambda x: 0.5 * x,
+    )
     x, _ = problem.start
     assert torch.equal(Oracle(clamped).project_x(x)["x"], 0.5 * x["x"])
     assert Oracle(problem).project_x(x) is x
@@ -254,7 +273,13 @@ def dropping():
 
     data = (draw("inputs", 6, 3)[0],)
     z = net.y.map(lambda t: torch.ones_like(t) / 2)
-    return Oracle(Problem(upper=loss, lower=loss, x=net.x, y=net.y)), net.x, net.y, z, Batch(data, data, root(0, "b"))
+    return (
+        Oracle(Problem(upper=loss, lower=loss, x=net.x, y=net.y)),
+        net.x,
+        net.y,
+        z,
+        Batch(data, data, root(0, "b")),
+    )
 
 
 def test_one_batch_one_mask(dropping):
@@ -273,13 +298,17 @@ def test_one_batch_one_mask(dropping):
 def test_derivatives_of_both_orders_see_the_same_mask(dropping):
     oracle, x, y, z, batch = dropping
     gradient = slope(lambda y: oracle.lower(x, y, batch), y, z)
-    torch.testing.assert_close(dot(oracle.lower_gradient_y(x, y, batch), z), gradient, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        dot(oracle.lower_gradient_y(x, y, batch), z), gradient, rtol=1e-7, atol=1e-9
+    )
     curvature = slope(lambda y: oracle.lower_gradient_y(x, y, batch), y, z)
     close(oracle.hessian_product(x, y, z, batch), flatten(curvature), rtol=1e-7)
     d = oracle.directions(x, y, z, batch)
     close(d.y, flatten(oracle.lower_gradient_y(x, y, batch)))
     close(d.x, flatten(oracle.upper_gradient_x(x, y, batch) - oracle.cross_product(x, y, z, batch)))
-    close(d.z, flatten(oracle.hessian_product(x, y, z, batch) - oracle.upper_gradient_y(x, y, batch)))
+    close(
+        d.z, flatten(oracle.hessian_product(x, y, z, batch) - oracle.upper_gradient_y(x, y, batch))
+    )
 
 
 def test_the_two_levels_draw_different_masks(dropping):

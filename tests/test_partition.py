@@ -84,7 +84,12 @@ def test_shards_of_balanced_classes_give_a_client_two_labels_at_most():
 
 def test_shards_per_client(mnist_labels):
     seen = [
-        np.mean([len(np.unique(mnist_labels[part])) for part in partition.shards(mnist_labels, 100, 0, per_client)])
+        np.mean(
+            [
+                len(np.unique(mnist_labels[part]))
+                for part in partition.shards(mnist_labels, 100, 0, per_client)
+            ]
+        )
         for per_client in (1, 2, 5)
     ]
     assert seen[0] < seen[1] < seen[2]
@@ -94,21 +99,35 @@ def test_dirichlet_proportions_have_the_asked_concentration(mnist_labels):
     """A component of Dirichlet(alpha) over K classes has the variance (K - 1) / (K^2 (K alpha + 1))."""
     for alpha in (0.1, 0.5, 10.0):
         parts = partition.dirichlet(mnist_labels, 200, seed=0, alpha=alpha)
-        shares = np.array([np.bincount(mnist_labels[part], minlength=10) / len(part) for part in parts])
+        shares = np.array(
+            [np.bincount(mnist_labels[part], minlength=10) / len(part) for part in parts]
+        )
         assert shares.var() == pytest.approx(9 / (100 * (10 * alpha + 1)), rel=0.15)
 
 
 @pytest.mark.parametrize(
     ("name", "validation", "sizes"),
-    [("iid", 0.5, (300, 300)), ("shards", 0.2, (480, 120)), ("iid", 0.25, (450, 150)), ("shards", 0.25, (450, 150))],
+    [
+        ("iid", 0.5, (300, 300)),
+        ("shards", 0.2, (480, 120)),
+        ("iid", 0.25, (450, 150)),
+        ("shards", 0.25, (450, 150)),
+    ],
 )
 def test_published_splits(mnist_labels, name, validation, sizes):
     parts = partition.by_name(name, mnist_labels, 100, seed=0)
-    splits = [partition.split(part, validation, seed=0, client=client) for client, part in enumerate(parts)]
+    splits = [
+        partition.split(part, validation, seed=0, client=client)
+        for client, part in enumerate(parts)
+    ]
     assert {(len(train), len(held_out)) for train, held_out in splits} == {sizes}
 
 
-@given(st.sets(st.integers(0, 10**6), min_size=2, max_size=50), st.floats(0.001, 0.999), st.integers(0, 9))
+@given(
+    st.sets(st.integers(0, 10**6), min_size=2, max_size=50),
+    st.floats(0.001, 0.999),
+    st.integers(0, 9),
+)
 def test_split_halves_are_disjoint_and_not_empty(indices, validation, client):
     train, held_out = partition.split(np.array(sorted(indices)), validation, seed=5, client=client)
     assert len(train) >= 1
@@ -120,7 +139,9 @@ def test_split_halves_are_disjoint_and_not_empty(indices, validation, client):
 def test_split_is_keyed_by_seed_and_client():
     indices = np.arange(100)
     draws = {
-        (seed, client): tuple(partition.split(indices, 0.5, seed, client)[0]) for seed in (0, 1) for client in (0, 1)
+        (seed, client): tuple(partition.split(indices, 0.5, seed, client)[0])
+        for seed in (0, 1)
+        for client in (0, 1)
     }
     assert len(set(draws.values())) == 4
     assert tuple(partition.split(indices, 0.5, 0, 0)[0]) == draws[0, 0]
@@ -146,7 +167,9 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             partition.by_name(name, labels, 2, 0, **options)
     for validation in (0.0, 1.0, -0.1):
-        with pytest.raises(ValueError, match=f"validation is {validation}; it must be above 0 and below 1"):
+        with pytest.raises(
+            ValueError, match=f"validation is {validation}; it must be above 0 and below 1"
+        ):
             partition.split(labels, validation, 0, 0)
     with pytest.raises(ValueError, match="indices of client 4 hold 1 samples"):
         partition.split(labels[:1], 0.5, 0, 4)

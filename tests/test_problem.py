@@ -10,9 +10,9 @@ from torch import nn
 
 from fedbilevel import Environment, Problem, Tree, solve
 from fedbilevel.algorithms import SimFBO
+from fedbilevel.core.problem import Batch, ClientData, client_weights, leaves, like, split_module
+from fedbilevel.core.rng import root, uniform
 from fedbilevel.nets import seeded
-from fedbilevel.problem import Batch, ClientData, client_weights, leaves, like, split_module
-from fedbilevel.rng import root, uniform
 
 ONE, SOME = torch.ones(1), torch.arange(6.0).reshape(3, 2)
 
@@ -26,7 +26,9 @@ def lower(x, y, batch):
 
 
 def problem(**given):
-    return Problem(**{"upper": upper, "lower": lower, "x": {"w": ONE}, "y": {"v": torch.ones(2)}, **given})
+    return Problem(
+        **{"upper": upper, "lower": lower, "x": {"w": ONE}, "y": {"v": torch.ones(2)}, **given}
+    )
 
 
 def client(samples=2):
@@ -91,7 +93,9 @@ def test_client_data_refuses(side, data, kind, sentence):
 
 
 def test_client_data_counts_samples_on_each_side():
-    data = ClientData(train={"a": torch.ones(5, 2), "b": torch.zeros(5, dtype=torch.int64)}, val=(torch.ones(1),))
+    data = ClientData(
+        train={"a": torch.ones(5, 2), "b": torch.zeros(5, dtype=torch.int64)}, val=(torch.ones(1),)
+    )
     assert (data.size("train"), data.size("val")) == (5, 1)
 
 
@@ -121,9 +125,21 @@ BAD_PROBLEMS = {
         TypeError,
         "upper is 3; it must be a function of (x, y, batch) or (x, y, batch, rng)",
     ),
-    "loss of two": ({"upper": lambda x, y: ONE}, TypeError, f"the upper loss takes 2 arguments; {FORMS}"),
-    "loss of five": ({"lower": lambda x, y, b, r, s: ONE}, TypeError, f"the lower loss takes 5 arguments; {FORMS}"),
-    "loss of any": ({"lower": lambda *given: ONE}, TypeError, f"the lower loss takes 0 arguments; {FORMS}"),
+    "loss of two": (
+        {"upper": lambda x, y: ONE},
+        TypeError,
+        f"the upper loss takes 2 arguments; {FORMS}",
+    ),
+    "loss of five": (
+        {"lower": lambda x, y, b, r, s: ONE},
+        TypeError,
+        f"the lower loss takes 5 arguments; {FORMS}",
+    ),
+    "loss of any": (
+        {"lower": lambda *given: ONE},
+        TypeError,
+        f"the lower loss takes 0 arguments; {FORMS}",
+    ),
     "x is no dict": ({"x": ONE}, TypeError, "x is Tensor; it must be a non-empty dict of tensors"),
     "y is empty": ({"y": {}}, TypeError, "y is dict; it must be a non-empty dict of tensors"),
     "a number": ({"y": {"v": 1.5}}, TypeError, "y['v'] must be a floating tensor, got float"),
@@ -167,8 +183,16 @@ BAD_LOSSES = {
     "a number": (lambda x, y, b: 0.5, TypeError, f"{MEAN} 0.5"),
     "nn.Dropout": (lambda x, y, b: dropout(b[0] @ y["v"]).mean(), ValueError, GLOBAL),
     "torch.rand": (lambda x, y, b: (b[0] @ y["v"]).mean() + torch.rand(()), ValueError, GLOBAL),
-    "NaN": (lambda x, y, b: (x["w"] - 2).log().sum(), ValueError, "is nan at the start; it must be finite"),
-    "infinite": (lambda x, y, b: -(x["w"] - 1).log().sum(), ValueError, "is inf at the start; it must be finite"),
+    "NaN": (
+        lambda x, y, b: (x["w"] - 2).log().sum(),
+        ValueError,
+        "is nan at the start; it must be finite",
+    ),
+    "infinite": (
+        lambda x, y, b: -(x["w"] - 1).log().sum(),
+        ValueError,
+        "is inf at the start; it must be finite",
+    ),
 }
 
 
@@ -180,13 +204,18 @@ def test_check_refuses_a_loss(level, loss, kind, sentence):
 
 
 def test_check_says_what_is_wrong_with_a_whole_number():
-    with pytest.raises(TypeError, match=r"^the upper loss must return a 0-d floating tensor .*int64"):
+    with pytest.raises(
+        TypeError, match=r"^the upper loss must return a 0-d floating tensor .*int64"
+    ):
         problem(upper=lambda x, y, b: torch.tensor(1)).check(client())
 
 
 def test_check_gives_each_loss_its_own_side():
     data = ClientData(train={"t": SOME}, val={"v": SOME})
-    given = {"upper": lambda x, y, b: b["v"].mean() * x["w"].sum(), "lower": lambda x, y, b: b["t"].mean() * y["v"][0]}
+    given = {
+        "upper": lambda x, y, b: b["v"].mean() * x["w"].sum(),
+        "lower": lambda x, y, b: b["t"].mean() * y["v"][0],
+    }
     problem(**given).check(data)
     with pytest.raises(KeyError, match="v"):
         problem(upper=given["upper"], lower=given["upper"]).check(data)
@@ -218,7 +247,9 @@ def test_a_default_is_not_taken_for_the_rng():
 
 
 def test_project_x():
-    made = problem(x={"w": torch.tensor([-1.0, 2.0])}, project_x=lambda x: {"w": x["w"].clamp(min=0)})
+    made = problem(
+        x={"w": torch.tensor([-1.0, 2.0])}, project_x=lambda x: {"w": x["w"].clamp(min=0)}
+    )
     projected = made.project(Tree(made.x))
     assert isinstance(projected, Tree)
     assert torch.equal(projected["w"], torch.tensor([0.0, 2.0]))
@@ -230,7 +261,11 @@ def test_project_x():
     [
         (0.1, None, 0.35),  # local path 0.5, -1: directions 1.5, 0
         (0.1, lambda x: {"w": x["w"].clamp(min=0)}, 0.25),  # local path 0.5, 0: directions 1.5, 1
-        (1.0, lambda x: {"w": x["w"].clamp(min=0)}, 0.0),  # the server's 0.5 - 2.5 is not allowed either
+        (
+            1.0,
+            lambda x: {"w": x["w"].clamp(min=0)},
+            0.0,
+        ),  # the server's 0.5 - 2.5 is not allowed either
     ],
     ids=["free", "clients", "server"],
 )
@@ -254,7 +289,9 @@ def test_project_x_is_applied_on_clients_and_server(server_lr, project_x, end):
 @pytest.fixture
 def net():
     return seeded(
-        lambda: nn.Sequential(OrderedDict(backbone=nn.Sequential(nn.Linear(2, 4), nn.Tanh()), head=nn.Linear(4, 1))),
+        lambda: nn.Sequential(
+            OrderedDict(backbone=nn.Sequential(nn.Linear(2, 4), nn.Tanh()), head=nn.Linear(4, 1))
+        ),
         0,
     )
 
@@ -263,7 +300,10 @@ def net():
 def normed():
     """With BatchNorm, whose statistics are not those of the inputs below."""
     net = seeded(
-        lambda: nn.Sequential(OrderedDict(backbone=nn.Linear(2, 4), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 1))), 0
+        lambda: nn.Sequential(
+            OrderedDict(backbone=nn.Linear(2, 4), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 1))
+        ),
+        0,
     )
     net.norm.running_mean.copy_(torch.arange(4.0))
     return net
@@ -366,7 +406,11 @@ def test_uniform_weights_of_a_huge_federation():
 @pytest.mark.parametrize(
     ("weights", "kind", "sentence"),
     [
-        ("sample", ValueError, "weights is 'sample'; it must be one of 'uniform', 'samples'; did you mean 'samples'?"),
+        (
+            "sample",
+            ValueError,
+            "weights is 'sample'; it must be one of 'uniform', 'samples'; did you mean 'samples'?",
+        ),
         ([1.0], ValueError, "weights has 1 entries; there are 2 clients"),
         ([1.0, -0.5], ValueError, "weights is -0.5; it must not be negative"),
         ([1.0, math.nan], ValueError, "weights is nan; it must be finite"),

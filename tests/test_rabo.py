@@ -13,17 +13,24 @@ from torch.nn import functional as F
 import fedbilevel as fb
 from fedbilevel import nets
 from fedbilevel.algorithms.rabo import RABO, RAFBO, GlobalDirections, LocalHypergradient
-from fedbilevel.oracle import Embedded, Oracle
-from fedbilevel.problem import Batch
-from fedbilevel.rng import fold_in, root
-from fedbilevel.solve import Run
-from fedbilevel.tree import Tree, dot, flatten, norm
+from fedbilevel.core.oracle import Embedded, Oracle
+from fedbilevel.core.problem import Batch
+from fedbilevel.core.rng import fold_in, root
+from fedbilevel.core.tree import Tree, dot, flatten, norm
+from fedbilevel.runs.run import Run
 
 from .conformance.cases import neumann
 from .conformance.cases import root as zero_of
 from .conformance.test_conformance import check_converges
 
-STEPS: dict[str, Any] = {"lr_x": 0.2, "lr_y": 0.5, "lr_z": 0.5, "lower_steps": 1, "neumann_lr": 1.0, "neumann_steps": 5}
+STEPS: dict[str, Any] = {
+    "lr_x": 0.2,
+    "lr_y": 0.5,
+    "lr_z": 0.5,
+    "lower_steps": 1,
+    "neumann_lr": 1.0,
+    "neumann_steps": 5,
+}
 
 
 def on_client(method: RABO) -> LocalHypergradient:
@@ -35,9 +42,13 @@ def cosine(a: Tree, b: Tree) -> float:
     return float(dot(a, b) / (norm(a) * norm(b)))
 
 
-@pytest.mark.parametrize("method", [RABO(**STEPS, hypergradient="global"), RAFBO(**STEPS, hypergradient="global")])
+@pytest.mark.parametrize(
+    "method", [RABO(**STEPS, hypergradient="global"), RAFBO(**STEPS, hypergradient="global")]
+)
 def test_the_global_hypergradient_leads_to_the_true_solution(method: RABO) -> None:
-    check_converges(dataclasses.replace(method, width=1.0) if isinstance(method, RAFBO) else method, rounds=600)
+    check_converges(
+        dataclasses.replace(method, width=1.0) if isinstance(method, RAFBO) else method, rounds=600
+    )
 
 
 def test_z_stays_in_its_ball() -> None:
@@ -72,19 +83,28 @@ def network(embed: bool = True) -> tuple[fb.Problem, Batch]:
     _, x, y = fb.split_module(net, lower="head.")
 
     def features(x: Tree, data: Any) -> Any:
-        return {"h": torch.tanh(data["i"] @ x["backbone.1.weight"].T + x["backbone.1.bias"]), "labels": data["labels"]}
+        return {
+            "h": torch.tanh(data["i"] @ x["backbone.1.weight"].T + x["backbone.1.bias"]),
+            "labels": data["labels"],
+        }
 
     def upper(x: Tree, y: Tree, data: Any) -> Tensor:
         data = data if embed else features(x, data)
         penalty = 0.1 * dot(x, x) * data["h"].square().mean()  # x counts beside its features too
-        return F.cross_entropy(data["h"] @ y["head.weight"].T + y["head.bias"], data["labels"]) + penalty
+        return (
+            F.cross_entropy(data["h"] @ y["head.weight"].T + y["head.bias"], data["labels"])
+            + penalty
+        )
 
     def lower(x: Tree, y: Tree, data: Any) -> Tensor:
         return upper(x, y, data) + 0.1 * dot(y, y)
 
     draw = torch.Generator().manual_seed(5)
     sides = [
-        {"i": torch.randn(9, 6, generator=draw, dtype=torch.float64), "labels": torch.randint(3, (9,), generator=draw)}
+        {
+            "i": torch.randn(9, 6, generator=draw, dtype=torch.float64),
+            "labels": torch.randint(3, (9,), generator=draw),
+        }
         for _ in range(2)
     ]
     problem = fb.Problem(upper=upper, lower=lower, x=x, y=y, embed=features if embed else None)
@@ -96,8 +116,20 @@ def test_derivatives_on_embedded_batches_are_those_on_the_batches(stacked: bool)
     (problem, batch), (plain, _) = network(), network(embed=False)
     x, y = problem.start
     v = y.map(lambda t: torch.linspace(-1, 2, t.numel(), dtype=t.dtype).reshape(t.shape))
-    names = ["lower_gradient_y", "upper_gradient_y", "upper_gradient_x", "upper_gradients", "lower_gradients"]
-    second = ["hessian_product", "cross_product", "products", "hypergradient", "lower_gradient_and_product"]
+    names = [
+        "lower_gradient_y",
+        "upper_gradient_y",
+        "upper_gradient_x",
+        "upper_gradients",
+        "lower_gradients",
+    ]
+    second = [
+        "hessian_product",
+        "cross_product",
+        "products",
+        "hypergradient",
+        "lower_gradient_and_product",
+    ]
 
     def every(oracle: Oracle, batch: Any) -> list[Any]:
         first = [getattr(oracle, name)(x, y, batch) for name in names]
@@ -146,7 +178,10 @@ def test_directional_differences_agree_to_their_error() -> None:
         return on_client(method).local_hypergradient(oracle, x, y, oracle.embed(x, batch))
 
     exact = estimate(RABO(**settings))
-    errors = [float(norm(estimate(RAFBO(**settings, width=w)) - exact) / norm(exact)) for w in (0.2, 0.1, 3e-3)]
+    errors = [
+        float(norm(estimate(RAFBO(**settings, width=w)) - exact) / norm(exact))
+        for w in (0.2, 0.1, 3e-3)
+    ]
     assert 3.5 < errors[0] / errors[1] < 4.5, "the error is of the order of width^2"
     assert errors[2] < 1e-5
 
@@ -156,7 +191,9 @@ def test_the_error_of_a_difference_does_not_depend_on_the_length_of_its_directio
     (x, y), oracle = problem.start, Oracle(problem)
     v = y.map(lambda t: torch.linspace(-1, 2, t.numel(), dtype=t.dtype).reshape(t.shape))
     f_x = oracle.upper_gradient_x(x, y, batch)
-    one, many = (oracle.difference_hypergradient(x, y, k * v, batch, 0.1) - f_x for k in (1.0, 1000.0))
+    one, many = (
+        oracle.difference_hypergradient(x, y, k * v, batch, 0.1) - f_x for k in (1.0, 1000.0)
+    )
     assert float(norm(many - 1000.0 * one)) < 1e-9 * float(norm(many))
 
 
@@ -171,7 +208,8 @@ def test_the_printed_estimator_ascends() -> None:
     """At the solved lower level its direction has a negative product with the true hypergradient, and Phi grows."""
     task = fb.tasks.load("quadratic", clients=3, dim_x=4, condition=2.0, heterogeneity=0.0, seed=1)
     far = [
-        dataclasses.replace(c, val=(50 * c.val[0], 0 * c.val[1], 0 * c.val[2])) for c in task.clients
+        dataclasses.replace(c, val=(50 * c.val[0], 0 * c.val[1], 0 * c.val[2]))
+        for c in task.clients
     ]  # f = |y - e|^2 / 2 + |x|^2 / 2 with e far away: the indirect term is nearly all there is
     task = dataclasses.replace(task, clients=far)
     settings = STEPS | {"lr_x": 1e-3, "lr_y": 0.5, "lower_steps": 50, "neumann_steps": 60}
@@ -193,7 +231,10 @@ def test_the_printed_estimator_ascends() -> None:
 def test_the_response_of_the_lower_level_has_the_neumann_sum_as_expectation() -> None:
     task = fb.tasks.load("quadratic", clients=1, dim_x=3, dim_y=2, seed=2)
     method = RAFBO(neumann_lr=0.7, neumann_steps=4, estimator="response", directions=20)
-    x, y = Tree(x=torch.tensor([0.3, -1.0, 0.5]).double()), Tree(y=torch.tensor([0.2, 0.4]).double())
+    x, y = (
+        Tree(x=torch.tensor([0.3, -1.0, 0.5]).double()),
+        Tree(y=torch.tensor([0.2, 0.4]).double()),
+    )
     client = task.clients[0]
 
     def draw(key: Tensor) -> Tensor:
@@ -226,7 +267,9 @@ def test_private_lower_levels_have_a_solution_of_their_own(method: type[RABO]) -
     settings = STEPS | {"lr_x": 0.4, "lr_y": 1.0, "lower_steps": "20 epochs", "neumann_steps": 20}
     width = {"width": 1.0} if method is RAFBO else {}
     result = fb.solve(problem, task.clients, method(**settings, **width), rounds=48)
-    assert float((goal - task.x_star()["x"]).norm()) > 0.1, "the shared problem has another solution"
+    assert float((goal - task.x_star()["x"]).norm()) > 0.1, (
+        "the shared problem has another solution"
+    )
     torch.testing.assert_close(result.x["x"], goal, rtol=0, atol=1e-6)
     assert result.history[-1]["iteration"] == result.history[-1]["round"] == 48
 
@@ -253,41 +296,65 @@ def test_both_sides_of_an_episode_are_drawn_together() -> None:
         seen.append((data[0].clone(), rng.clone()))
         return 0.5 * dot(y, y) + (x["x"] * data[0].sum()).sum() * 0
 
-    problem = fb.Problem(upper=loss, lower=loss, x={"x": torch.zeros(1)}, y={"y": torch.ones(1)}, lower_level="private")
+    problem = fb.Problem(
+        upper=loss,
+        lower=loss,
+        x={"x": torch.zeros(1)},
+        y={"y": torch.ones(1)},
+        lower_level="private",
+    )
     numbers = torch.arange(20.0)
     clients = [fb.ClientData(train=(numbers,), val=(numbers,))]
     environment = fb.Environment(batch_size=4, local_steps=3)
     fed = fb.simulated_federation(problem, clients, environment, mode="loop")
     seen.clear()
-    fed.ask(RABO(lower_steps=1, neumann_steps=1).episodes(), [0], x=problem.start[0], y=problem.start[1])
-    batches, keys = zip(*seen, strict=True)
-    assert len({tuple(batch.tolist()) for batch in batches}) == len({int(key) for key in keys}) == 3, (
-        "an episode a step"
+    fed.ask(
+        RABO(lower_steps=1, neumann_steps=1).episodes(), [0], x=problem.start[0], y=problem.start[1]
     )
+    batches, keys = zip(*seen, strict=True)
+    assert (
+        len({tuple(batch.tolist()) for batch in batches}) == len({int(key) for key in keys}) == 3
+    ), "an episode a step"
     seen.clear()
     fed.transport.losses(*problem.start)
     assert len(seen) > 1
-    assert len({(*batch.tolist(), int(key)) for batch, key in seen}) == 1, "what a run records is of an episode too"
+    assert len({(*batch.tolist(), int(key)) for batch, key in seen}) == 1, (
+        "what a run records is of an episode too"
+    )
     uneven = fb.ClientData(train=(numbers,), val=(numbers[:5],))
     for i, federated in enumerate(([uneven], [*clients, uneven])):
-        with pytest.raises(ValueError, match=f"client {i}, before round 1: train holds 20 samples and val 5; with"):
+        with pytest.raises(
+            ValueError, match=f"client {i}, before round 1: train holds 20 samples and val 5; with"
+        ):
             fb.solve(problem, federated, "rabo", rounds=1)
     late = fb.simulated_federation(problem, [*clients, uneven])
-    with pytest.raises(ValueError, match="client 1, phase 'episodes', round 1: train holds 20 samples and val 5"):
+    with pytest.raises(
+        ValueError, match="client 1, phase 'episodes', round 1: train holds 20 samples and val 5"
+    ):
         late.ask(RABO().episodes(), [1], x=problem.start[0], y=problem.start[1])
 
 
 REFUSED = {
-    "global, private": ({"hypergradient": "global"}, "hypergradient is 'global'; with a private lower level"),
-    "steps of the environment": ({"lower_steps": None}, "lower_steps is None; with a private lower level"),
+    "global, private": (
+        {"hypergradient": "global"},
+        "hypergradient is 'global'; with a private lower level",
+    ),
+    "steps of the environment": (
+        {"lower_steps": None},
+        "lower_steps is None; with a private lower level",
+    ),
 }
 
 
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_what_has_no_meaning_for_episodes_is_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_what_has_no_meaning_for_episodes_is_refused(
+    changes: dict[str, Any], sentence: str
+) -> None:
     task = fb.tasks.load("quadratic", clients=2)
     problem = dataclasses.replace(task.problem, lower_level="private")
     with pytest.raises(ValueError, match=sentence):
         fb.solve(problem, task.clients, RABO(**changes), rounds=1)
-    with pytest.raises(ValueError, match="estimator is 'printed'; with hypergradient 'global' it must be"):
+    with pytest.raises(
+        ValueError, match="estimator is 'printed'; with hypergradient 'global' it must be"
+    ):
         RAFBO(estimator="printed", hypergradient="global")

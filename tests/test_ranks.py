@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import fedbilevel as fb
-from fedbilevel import ranks
-from fedbilevel.delays import Faults, LogNormal
+from fedbilevel.core import ranks
+from fedbilevel.federation.delays import Faults, LogNormal
 from fedbilevel.runs import checkpoint
-from fedbilevel.solve import Run
+from fedbilevel.runs.run import Run
 from tests.tool import call, metrics, summary, warm, write
 
 ENVIRONMENT = {"local_steps": (1, 3), "batch_size": 2}
@@ -31,10 +31,17 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"participation": 6, "faults": Faults(drop=0.3)},
     ),
     "no barrier": (fb.algorithms.AFBO(), {"participation": 2, "delay": LogNormal()}),
-    "no barrier, remembers": (fb.algorithms.AFBO(memory="client"), {"participation": 2, "delay": LogNormal()}),
+    "no barrier, remembers": (
+        fb.algorithms.AFBO(memory="client"),
+        {"participation": 2, "delay": LogNormal()},
+    ),
     "lies, losses and a deadline": (
         fb.algorithms.ASFBO(),
-        {"faults": Faults(drop=0.2, corrupt=0.3, duplicate=0.2), "delay": LogNormal(), "deadline": 3.0},
+        {
+            "faults": Faults(drop=0.2, corrupt=0.3, duplicate=0.2),
+            "delay": LogNormal(),
+            "deadline": 3.0,
+        },
     ),
     "submodels": (fb.algorithms.get("rabo")(), {"capacity": [1.0, 0.5, 0.5]}),
 }
@@ -44,7 +51,12 @@ def task(submodels: bool = False) -> Any:
     found = fb.tasks.load("quadratic", clients=7, samples=4, noise=1.0)
     axes = {"x": ("u",), "y": ("v",)} if submodels else {}
     return fb.tasks.Task(
-        fb.Problem(halves(found.problem.upper), halves(found.problem.lower), *found.problem.start, axes=axes),
+        fb.Problem(
+            halves(found.problem.upper),
+            halves(found.problem.lower),
+            *found.problem.start,
+            axes=axes,
+        ),
         found.clients,
     )
 
@@ -90,7 +102,9 @@ def rank(number: int, folder: Path, port: int) -> None:
         here = task()
         fed = fb.simulated_federation(here.problem, Spoilt(here.clients))
         run = Run(fb.algorithms.SimFBO(), fed, {"rounds": 3})
-        with pytest.raises(fb.federation.ClientError, match=r"client 3, .*: RuntimeError: this client cannot"):
+        with pytest.raises(
+            fb.federation.ClientError, match=r"client 3, .*: RuntimeError: this client cannot"
+        ):
             run.advance()
         assert ranks.agree(lambda: number) == [0, 1]
         assert ranks.first(lambda: number) == 0
@@ -100,8 +114,17 @@ def rank(number: int, folder: Path, port: int) -> None:
         recorded(folder / "whole", 14)
     finally:
         dist.destroy_process_group()
-    told = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", **{name: str(value) for name, value in told.items()}}
+    told = {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "test",
+        **{name: str(value) for name, value in told.items()},
+    }
     outcomes = [call("run", folder / "a.toml", "--out", folder / "tool") for _ in range(2)]
     outcomes.append(call("compare", folder / "a.toml", "--out", folder / "compared"))
     (folder / f"tool-{number}").write_text(json.dumps(outcomes))
@@ -110,7 +133,11 @@ def rank(number: int, folder: Path, port: int) -> None:
 def recorded(folder: Path, rounds: int, resume: bool = False) -> fb.Result:
     here = task()
     method, conditions = CASES["no barrier, remembers"]
-    options = {"environment": fb.Environment(**ENVIRONMENT, **conditions), "out": folder, "resume": resume}
+    options = {
+        "environment": fb.Environment(**ENVIRONMENT, **conditions),
+        "out": folder,
+        "resume": resume,
+    }
     return fb.solve(here.problem, here.clients, method, rounds=rounds, **options)
 
 

@@ -12,15 +12,27 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from fedbilevel import report
-from fedbilevel.report import curves
-from fedbilevel.report.curves import AXES, Spread, clients, curve, differences, group, ledger, logarithmic, rows
-from fedbilevel.report.page import page
+from fedbilevel.report import _curves as curves
+from fedbilevel.report._curves import (
+    AXES,
+    Spread,
+    clients,
+    curve,
+    differences,
+    group,
+    ledger,
+    logarithmic,
+    rows,
+)
+from fedbilevel.report._page import page
 from fedbilevel.runs import folder
 from fedbilevel.runs.folder import RunFolder
 from tests.synthetic_runs import write_comparison, write_run
 
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>&amp;"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -33,9 +45,15 @@ FLAGS = (
 
 
 def made(
-    seed: int, x: list[float], y: list[float | None], metric: str = "test_accuracy", name: str = "fedbio"
+    seed: int,
+    x: list[float],
+    y: list[float | None],
+    metric: str = "test_accuracy",
+    name: str = "fedbio",
 ) -> RunFolder:
-    history = [{"round": a, "bytes_up": a, "bytes_down": a, metric: b} for a, b in zip(x, y, strict=True)]
+    history = [
+        {"round": a, "bytes_up": a, "bytes_down": a, metric: b} for a, b in zip(x, y, strict=True)
+    ]
     config = {"seed": seed, "algorithm": {"name": name}}
     return RunFolder(Path(f"/runs/{name}/seed-{seed}"), config, history, None)
 
@@ -70,8 +88,16 @@ def test_a_run_without_a_summary_is_unfinished(tmp_path: Path) -> None:
     [
         ("config.toml", "seed =", "config.toml is not TOML"),
         ("config.toml", "seed = 1", "algorithm is None, expected a table with a name"),
-        ("config.toml", 'algorithm = "fedbio"', "algorithm is 'fedbio', expected a table with a name"),
-        ("config.toml", 'seed = "x"\n[algorithm]\nname = "fedbio"', "seed is 'x', expected an integer"),
+        (
+            "config.toml",
+            'algorithm = "fedbio"',
+            "algorithm is 'fedbio', expected a table with a name",
+        ),
+        (
+            "config.toml",
+            'seed = "x"\n[algorithm]\nname = "fedbio"',
+            "seed is 'x', expected an integer",
+        ),
         ("summary.json", "{", "summary.json is not JSON"),
         ("summary.json", "[]", "summary.json is not a summary"),
     ],
@@ -91,7 +117,9 @@ def test_runs_are_found_once_at_or_below_the_paths(tmp_path: Path) -> None:
 
 
 def test_paths_without_runs_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no run: expected config\.toml and metrics\.jsonl"):
+    with pytest.raises(
+        FileNotFoundError, match=r"holds no run: expected config\.toml and metrics\.jsonl"
+    ):
         folder.find([tmp_path])
     with pytest.raises(FileNotFoundError, match="missing is not a folder"):
         folder.find([tmp_path / "missing"])
@@ -118,7 +146,9 @@ def test_missing_values_are_bridged_and_the_later_of_two_evaluations_at_one_plac
     assert c is not None
     assert (c.x.tolist(), c.mean.tolist()) == ([0, 2], [1, 3])
     assert curve([made(0, [0], [None])], "round", "test_accuracy") is None
-    assert curve([made(0, [0, 1], [1, 1]), made(1, [2, 3], [1, 1])], "round", "test_accuracy") is None
+    assert (
+        curve([made(0, [0, 1], [1, 1]), made(1, [2, 3], [1, 1])], "round", "test_accuracy") is None
+    )
 
 
 def test_long_curves_are_thinned_and_keep_their_ends() -> None:
@@ -145,10 +175,16 @@ def test_labels_carry_the_folder_where_configurations_differ(tmp_path: Path) -> 
     for place, rate in (("low", 0.1), ("high", 0.5)):
         for seed in (0, 1):
             algorithm = {"name": "fedbio", "lr_x": rate}
-            write_run(tmp_path / place / "fedbio" / f"seed-{seed}", "fedbio", seed, 2, algorithm=algorithm)
+            write_run(
+                tmp_path / place / "fedbio" / f"seed-{seed}", "fedbio", seed, 2, algorithm=algorithm
+            )
     write_run(tmp_path / "low" / "mdbo" / "seed-0", "mdbo", 0, 2)
     groups = group(folder.read(path) for path in folder.find([tmp_path]))
-    assert [(g.label, len(g.runs)) for g in groups] == [("fedbio (high)", 2), ("fedbio (low)", 2), ("mdbo", 1)]
+    assert [(g.label, len(g.runs)) for g in groups] == [
+        ("fedbio (high)", 2),
+        ("fedbio (low)", 2),
+        ("mdbo", 1),
+    ]
     assert differences(groups)["algorithm.lr_x"] == [0.5, 0.1, 0.1]
     assert differences(groups)["algorithm.local_steps"] == [None, None, 5]
     assert not {"seed", "data.name", "algorithm.name"} & differences(groups).keys()
@@ -158,21 +194,29 @@ def test_a_seed_run_twice_is_not_two_seeds(tmp_path: Path) -> None:
     for place in ("first", "again"):
         write_run(tmp_path / place, "fedbio", 0, 2)
     groups = group(folder.read(path) for path in folder.find([tmp_path]))
-    assert [(g.label, len(g.runs)) for g in groups] == [("fedbio (again)", 1), ("fedbio (first)", 1)]
+    assert [(g.label, len(g.runs)) for g in groups] == [
+        ("fedbio (again)", 1),
+        ("fedbio (first)", 1),
+    ]
 
 
 # Table
 
 
 def test_costs_to_targets() -> None:
-    runs = [made(0, [0, 10, 20, 30], [0.1, 0.8, 0.79, 0.92]), made(1, [0, 10, 20, 30], [0.1, 0.5, 0.85, 0.88])]
+    runs = [
+        made(0, [0, 10, 20, 30], [0.1, 0.8, 0.79, 0.92]),
+        made(1, [0, 10, 20, 30], [0.1, 0.5, 0.85, 0.88]),
+    ]
     (row,) = rows(group(runs))
     assert row.cost["round"][0.8] == Spread(15.0, pytest.approx(np.sqrt(50)), 2)
     assert row.cost["bytes"][0.8] == Spread(30.0, pytest.approx(np.sqrt(200)), 2)
     assert row.cost["round"][0.9] == Spread(30.0, 0.0, 1)
     assert row.cost["round"][0.93] is None
     assert row.reached("round").keys() == {0.8}
-    assert row.accuracy == Spread(pytest.approx(0.9), pytest.approx(np.std([0.92, 0.88], ddof=1)), 2)
+    assert row.accuracy == Spread(
+        pytest.approx(0.9), pytest.approx(np.std([0.92, 0.88], ddof=1)), 2
+    )
     assert (row.loss, row.seeds, row.statuses) == (None, 2, {"unfinished": 2})
 
 
@@ -183,8 +227,16 @@ def test_rank_is_highest_target_then_cost_then_final_values() -> None:
         made(0, [0, 1, 20], [0.1, 0.85, 0.86], name="low"),
         made(0, [0, 1, 20], [0.1, 0.2, 0.3], name="lowest"),
     ]
-    assert [row.label for row in curves.ranked(rows(group(runs)), "round")] == ["fast", "slow", "low", "lowest"]
-    losses = [made(0, [0, 1], [2, 0.5], "upper_loss", "b"), made(0, [0, 1], [2, 0.7], "upper_loss", "a")]
+    assert [row.label for row in curves.ranked(rows(group(runs)), "round")] == [
+        "fast",
+        "slow",
+        "low",
+        "lowest",
+    ]
+    losses = [
+        made(0, [0, 1], [2, 0.5], "upper_loss", "b"),
+        made(0, [0, 1], [2, 0.7], "upper_loss", "a"),
+    ]
     assert [row.label for row in curves.ranked(rows(group(losses)), "round")] == ["b", "a"]
 
 
@@ -221,15 +273,28 @@ def test_ledger_is_the_mean_over_finished_seeds(tmp_path: Path) -> None:
     for seed, phases in enumerate([{"lower": 10, "upper": 4}, {"lower": 20}]):
         path = write_run(tmp_path / f"seed-{seed}", "fedbio", seed, 2)
         summary = json.loads((path / "summary.json").read_text())
-        columns = ("rounds", "bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes")
+        columns = (
+            "rounds",
+            "bytes_up",
+            "bytes_down",
+            "samples",
+            "gradients",
+            "flops",
+            "peak_bytes",
+        )
         summary["ledger"] = {phase: dict.fromkeys(columns, cost) for phase, cost in phases.items()}
         (path / "summary.json").write_text(json.dumps(summary))
     (write_run(tmp_path / "seed-2", "fedbio", 2, 2) / "summary.json").unlink()
     (one,) = group(folder.read(path) for path in folder.find([tmp_path]))
-    assert {phase: cost["bytes_up"] for phase, cost in ledger(one).items()} == {"lower": 15, "upper": 2}
+    assert {phase: cost["bytes_up"] for phase, cost in ledger(one).items()} == {
+        "lower": 15,
+        "upper": 2,
+    }
 
 
-def test_what_clients_paid_is_the_mean_over_finished_seeds_and_older_runs_have_none(tmp_path: Path) -> None:
+def test_what_clients_paid_is_the_mean_over_finished_seeds_and_older_runs_have_none(
+    tmp_path: Path,
+) -> None:
     small, large = (
         {"bytes_up": 1, "bytes_down": 2, "peak_bytes": 10},
         {"bytes_up": 3, "bytes_down": 4, "peak_bytes": 20},
@@ -246,7 +311,10 @@ def test_what_clients_paid_is_the_mean_over_finished_seeds_and_older_runs_have_n
         (path / "summary.json").write_text(json.dumps(summary))
     runs = [folder.read(path) for path in folder.find([tmp_path])]
     (one,) = group(runs[:2])
-    assert clients(one) == [{**small, "clients": 2, "flops": 10}, {**large, "clients": 2, "flops": 100}]
+    assert clients(one) == [
+        {**small, "clients": 2, "flops": 10},
+        {**large, "clients": 2, "flops": 100},
+    ]
     assert '<h2 id="clients">Cost by client</h2>' in page(runs[:2])
     (old,) = group(runs[2:])
     assert clients(old) == []
@@ -260,7 +328,11 @@ def test_what_clients_paid_is_the_mean_over_finished_seeds_and_older_runs_have_n
 def test_page_holds_the_table_the_configs_and_why_a_run_ended(tmp_path: Path) -> None:
     write_comparison(tmp_path, algorithms=2, seeds=3)
     file = tmp_path / "fedbio" / "seed-1" / "summary.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "status": "diverged", "reason": "upper_loss is nan"}))
+    file.write_text(
+        json.dumps(
+            {**json.loads(file.read_text()), "status": "diverged", "reason": "upper_loss is nan"}
+        )
+    )
     html = page([folder.read(path) for path in folder.find([tmp_path])])
     assert "2 curves from 6 runs." in html
     assert "fedbio, seed 1: diverged, upper_loss is nan" in html
@@ -314,7 +386,11 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (runs / "mdbo").glob("*/config.toml"):
         file.write_text(file.read_text().replace('name = "mdbo"', f"name = {json.dumps(HOSTILE)}"))
     summary = runs / "mdbo" / "seed-0" / "summary.json"
-    hostile = {"status": HOSTILE, "reason": HOSTILE, "ledger": {HOSTILE: json.loads(summary.read_text())}}
+    hostile = {
+        "status": HOSTILE,
+        "reason": HOSTILE,
+        "ledger": {HOSTILE: json.loads(summary.read_text())},
+    }
     summary.write_text(json.dumps(hostile))
     report.write_page([runs], out / "page.html")
     return out / "page.html"
@@ -329,7 +405,10 @@ def opened(browser: Browser, html: Path) -> Iterator[Page]:
     tab.on("console", lambda message: troubles.append(message.text))
     tab.on("pageerror", lambda error: troubles.append(str(error)))
     allowed = ("file:", "data:", "blob:")
-    tab.on("request", lambda request: None if request.url.startswith(allowed) else troubles.append(request.url))
+    tab.on(
+        "request",
+        lambda request: None if request.url.startswith(allowed) else troubles.append(request.url),
+    )
     tab.goto(html.as_uri())
     tab.wait_for_selector("#hypergradient_norm .xtitle")
     yield tab
@@ -362,7 +441,11 @@ def test_a_curve_hides_by_its_checkbox_and_by_the_legend(opened: Page) -> None:
     assert one > 0
     opened.locator("#test_accuracy .legendtoggle").first.click()
     expect(opened.get_by_role("checkbox").first).not_to_be_checked()
-    assert lines(opened, "test_accuracy") == lines(opened, "hypergradient_norm") == everything - 2 * one
+    assert (
+        lines(opened, "test_accuracy")
+        == lines(opened, "hypergradient_norm")
+        == everything - 2 * one
+    )
     box.focus()
     opened.keyboard.press("Space")
     assert lines(opened, "upper_loss") == everything - one
@@ -385,7 +468,9 @@ def test_a_phone_scrolls_in_one_direction(opened: Page) -> None:
     opened.set_viewport_size({"width": 390, "height": 844})
     expect(opened.locator("#test_accuracy .main-svg").first).to_have_css("width", "358px")
     assert opened.evaluate("document.documentElement.scrollWidth") <= 390
-    assert opened.locator("[data-axis]:visible .scroll").evaluate("box => box.scrollWidth > box.clientWidth")
+    assert opened.locator("[data-axis]:visible .scroll").evaluate(
+        "box => box.scrollWidth > box.clientWidth"
+    )
 
 
 def test_a_chart_saves_as_an_image(opened: Page) -> None:
@@ -405,7 +490,9 @@ def test_hostile_text_is_only_text(opened: Page) -> None:
 # Figure
 
 
-@pytest.mark.parametrize(("name", "magic"), [("figure.pdf", b"%PDF"), ("figure.png", b"\x89PNG\r\n\x1a\n")])
+@pytest.mark.parametrize(
+    ("name", "magic"), [("figure.pdf", b"%PDF"), ("figure.png", b"\x89PNG\r\n\x1a\n")]
+)
 def test_figure_is_written(tmp_path: Path, name: str, magic: bytes) -> None:
     def settings() -> dict[str, object]:  # looking at the backend alone would choose one
         return {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != "backend"}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vmap
 
-from fedbilevel.rng import bits, fold_in, integers, normal, root, rows, subset, uniform
+from fedbilevel.core.rng import bits, fold_in, integers, normal, root, rows, subset, uniform
 
 KEY = root(7, "test")
 CHI2_999 = {4: 18.467, 9: 27.877, 10: 29.588}  # degrees of freedom: quantile
@@ -52,11 +52,16 @@ def splitmix64(seed, count):
 @settings(deadline=None, max_examples=50)
 @given(int64, st.integers(1, 6))
 def test_bits_are_splitmix64(key, count):
-    assert [word % 2**64 for word in bits(torch.tensor(key), count).tolist()] == splitmix64(key % 2**64, count)
+    assert [word % 2**64 for word in bits(torch.tensor(key), count).tolist()] == splitmix64(
+        key % 2**64, count
+    )
 
 
 def test_published_values():
-    assert [w % 2**64 for w in bits(torch.tensor(0), 2).tolist()] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    assert [w % 2**64 for w in bits(torch.tensor(0), 2).tolist()] == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+    ]
     assert bits(torch.tensor(1234567), 2).tolist() == [6457827717110365317, 3203168211198807973]
 
 
@@ -67,7 +72,8 @@ def test_pinned_values():
     assert uniform(KEY, (2,)).tolist() == [0.41196370124816895, 0.6539459228515625]
     assert uniform(KEY, (2,), torch.float64).tolist() == [0.4119637605329981, 0.6539459348111377]
     torch.testing.assert_close(
-        normal(KEY, (2,), torch.float64), torch.tensor([-0.3741781575482675, -0.5652013721351752], dtype=torch.float64)
+        normal(KEY, (2,), torch.float64),
+        torch.tensor([-0.3741781575482675, -0.5652013721351752], dtype=torch.float64),
     )
     assert integers(KEY, 1, 1000).item() == 535
     assert subset(KEY, 10**12, 2) == [77332895308, 770135148036]
@@ -96,7 +102,9 @@ def test_rows_under_vmap():
 
 def test_streams_share_no_word():
     """Over seeds, purposes and (nested) folded numbers."""
-    streams = [root(seed, purpose) for seed in (0, 1, 2**40) for purpose in ("cohort", "descend", "a", "b")]
+    streams = [
+        root(seed, purpose) for seed in (0, 1, 2**40) for purpose in ("cohort", "descend", "a", "b")
+    ]
     folded = fold_in(torch.stack(streams).unsqueeze(-1), torch.arange(30))
     twice = fold_in(folded.unsqueeze(-1), torch.arange(4))
     every = torch.cat([torch.stack(streams), folded.flatten(), twice.flatten()])
@@ -205,7 +213,9 @@ def test_subset_of_everyone_is_in_order():
 def test_subset_of_a_huge_population(monkeypatch):
     """As many words are drawn from 10^12 clients as from 10^4."""
     drawn = []
-    monkeypatch.setattr("fedbilevel.rng.bits", lambda key, count: drawn.append(count) or bits(key, count))
+    monkeypatch.setattr(
+        "fedbilevel.core.rng.bits", lambda key, count: drawn.append(count) or bits(key, count)
+    )
     chosen = {population: subset(KEY, population, 10) for population in (10**4, 10**12)}
     assert drawn == [20, 20]
     assert len(set(chosen[10**12])) == 10
@@ -216,7 +226,12 @@ def test_subset_of_a_huge_population(monkeypatch):
 @given(int64, st.lists(st.integers(1, 30), min_size=1, max_size=5), st.data())
 def test_rows_are_distinct_and_below_each_size(seed, sizes, data):
     count = data.draw(st.integers(1, min(sizes)))
-    drawn = rows(fold_in(torch.tensor(seed), torch.arange(len(sizes))), max(sizes), count, torch.tensor(sizes))
+    drawn = rows(
+        fold_in(torch.tensor(seed), torch.arange(len(sizes))),
+        max(sizes),
+        count,
+        torch.tensor(sizes),
+    )
     assert drawn.shape == (len(sizes), count)
     for row, size in zip(drawn.tolist(), sizes, strict=True):
         assert len(set(row)) == count

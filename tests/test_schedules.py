@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbilevel.algorithms import SimFBO
-from fedbilevel.schedules import Cosine, Power
+from fedbilevel.core.schedules import Cosine, Power
 
 size = st.floats(1e-6, 10)
 
@@ -19,7 +19,10 @@ size = st.floats(1e-6, 10)
         (Power(0.3, power=1.0), {0: 0.3, 2: 0.1, 9: 0.03}),
         (Power(0.3, power=2.0, after=5.0), {0: 0.3, 5: 0.075, 45: 0.003}),
         (Power(0.3, power=0.0), {0: 0.3, 1000: 0.3}),
-        (Cosine(1.0, 0.2, 12), {0: 1.0, 3: 0.6 + 0.4 / 2**0.5, 4: 0.8, 6: 0.6, 8: 0.4, 12: 0.2, 13: 0.2, 10**6: 0.2}),
+        (
+            Cosine(1.0, 0.2, 12),
+            {0: 1.0, 3: 0.6 + 0.4 / 2**0.5, 4: 0.8, 6: 0.6, 8: 0.4, 12: 0.2, 13: 0.2, 10**6: 0.2},
+        ),
         (Cosine(0.1, 0.5, 2), {0: 0.1, 1: 0.3, 2: 0.5, 3: 0.5}),
         (Cosine(1.0, 0.5, 1), {0: 1.0, 1: 0.5}),
     ],

@@ -17,11 +17,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import fedbilevel as fb
-from fedbilevel import algorithms, delays, schedules, settings
-from fedbilevel.deploy.conduct import Conduct
-from fedbilevel.runs import config as configs
-from fedbilevel.schedules import Cosine, Power, Step
-from fedbilevel.settings import (
+from fedbilevel import algorithms
+from fedbilevel.core import schedules, settings
+from fedbilevel.core.schedules import Cosine, Power, Step
+from fedbilevel.core.settings import (
     Bounds,
     Count,
     Decay,
@@ -33,6 +32,9 @@ from fedbilevel.settings import (
     at_least,
     declared,
 )
+from fedbilevel.experiments import config as configs
+from fedbilevel.federation import delays
+from fedbilevel.federation.conduct import Conduct
 from tests.tool import call
 
 
@@ -180,7 +182,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("pair", (1.0,), "pair is (1.0,); it must be a tuple (number, string)"),
     ("pair", (1.0, 2.0), "pair is 2.0; it must be a string"),
     ("ratios", [0.5, 2.0], "ratios is 2.0; it must be in (0, 1]"),
-    ("schedule", 0.1, "schedule is 0.1; it must be a fedbilevel.schedules.Power"),
+    ("schedule", 0.1, "schedule is 0.1; it must be a schedules.Power"),
 ]
 
 

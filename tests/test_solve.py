@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fedbilevel as fb
 from fedbilevel.federation import ClientError
-from fedbilevel.solve import Run
+from fedbilevel.runs.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,16 @@ def test_evaluates_before_round_0_then_at_each_multiple_of_every_and_at_the_end(
     assert [metrics["round"] for metrics in result.history] == [0, 3, 6, 7]
     assert [metrics["iteration"] for metrics in result.history] == [0, 3, 6, 7]
     assert result.status == "completed"
-    keys = {"round", "iteration", "bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes"}
+    keys = {
+        "round",
+        "iteration",
+        "bytes_up",
+        "bytes_down",
+        "samples",
+        "gradients",
+        "flops",
+        "peak_bytes",
+    }
     assert keys | {"virtual_s", "wall_s", "upper_loss", "lower_loss"} <= result.history[0].keys()
 
 
@@ -38,12 +47,21 @@ def test_losses_are_the_weighted_means_over_the_clients(task: Any) -> None:
     weights = [1.0, 2.0, 3.0, 4.0]
     history = fb.solve(task.problem, task.clients, "simfbo", rounds=1, weights=weights).history
     x, y = task.problem.start
-    expected = sum(w / 10 * task.problem.upper(x, y, c.val, ()) for w, c in zip(weights, task.clients, strict=True))
+    expected = sum(
+        w / 10 * task.problem.upper(x, y, c.val, ())
+        for w, c in zip(weights, task.clients, strict=True)
+    )
     assert history[0]["upper_loss"] == pytest.approx(float(expected))
 
 
 def test_evaluate_and_recorded_numbers_are_in_the_metrics(task: Any) -> None:
-    result = fb.solve(task.problem, task.clients, "simfbo", rounds=2, evaluate=lambda x, y: {"size": float(len(x))})
+    result = fb.solve(
+        task.problem,
+        task.clients,
+        "simfbo",
+        rounds=2,
+        evaluate=lambda x, y: {"size": float(len(x))},
+    )
     assert result.history[-1]["size"] == 1.0
     assert result.history[-1]["projection_active"] == 0.0
 
@@ -62,7 +80,9 @@ def test_divergence_is_named_and_the_last_good_state_kept(task: Any) -> None:
     assert result.status == "diverged"
     assert "round" in result.reason
     assert torch.isfinite(result.x["x"]).all()
-    far = fb.solve(task.problem, task.clients, fb.algorithms.SimFBO(server_lr_x=50.0), rounds=50, every=1)
+    far = fb.solve(
+        task.problem, task.clients, fb.algorithms.SimFBO(server_lr_x=50.0), rounds=50, every=1
+    )
     assert far.status == "diverged"
     assert "upper_loss" in far.reason
     assert "times its start" in far.reason
@@ -117,7 +137,11 @@ def test_an_interrupt_after_the_last_exchange_leaves_no_trace_either(task: Any) 
 
     stopped.fed.settle = interrupt  # type: ignore[method-assign]
     list(stopped)
-    assert (stopped.status, stopped.fed.iteration, stopped.fed.ledger.rounds) == ("interrupted", 3, 3)
+    assert (stopped.status, stopped.fed.iteration, stopped.fed.ledger.rounds) == (
+        "interrupted",
+        3,
+        3,
+    )
     stopped.status = "completed"
     list(stopped)
     assert torch.equal(stopped.state.x["x"], whole.state.x["x"])
@@ -125,7 +149,10 @@ def test_an_interrupt_after_the_last_exchange_leaves_no_trace_either(task: Any) 
 
 def classifier() -> fb.Problem:
     def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(torch.tanh(batch[0] @ x["w"]) @ y["v"], batch[1]) + 0.1 * (y["v"] ** 2).sum()
+        return (
+            F.cross_entropy(torch.tanh(batch[0] @ x["w"]) @ y["v"], batch[1])
+            + 0.1 * (y["v"] ** 2).sum()
+        )
 
     return fb.Problem(upper=loss, lower=loss, x={"w": torch.ones(2, 3)}, y={"v": torch.ones(3, 4)})
 
@@ -133,25 +160,36 @@ def classifier() -> fb.Problem:
 def clients(labels: int = 4, count: int = 3) -> list[fb.ClientData]:
     made = []
     for i in range(count):
-        side = (torch.linspace(-1, 1, 12).reshape(6, 2), torch.arange(6) % (labels if i == 1 else 4))
+        side = (
+            torch.linspace(-1, 1, 12).reshape(6, 2),
+            torch.arange(6) % (labels if i == 1 else 4),
+        )
         made.append(fb.ClientData(train=side, val=side))
     return made
 
 
 def test_labels_out_of_range_name_the_client_before_round_1() -> None:
-    with pytest.raises(ClientError, match=r"^client 1, before round 1: IndexError: Target 4 is out of bounds"):
+    with pytest.raises(
+        ClientError, match=r"^client 1, before round 1: IndexError: Target 4 is out of bounds"
+    ):
         fb.solve(classifier(), clients(labels=6), "simfbo", rounds=1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"algorithm": "simbfo"}, r"algorithm is 'simbfo'; it must be one of .*; did you mean 'simfbo'\?"),
+        (
+            {"algorithm": "simbfo"},
+            r"algorithm is 'simbfo'; it must be one of .*; did you mean 'simfbo'\?",
+        ),
         ({"rounds": -1}, "rounds is -1; it must be at least 0"),
         ({"rounds": 1.5}, "rounds is 1.5; it must be a whole number"),
         ({"every": 0}, "every is 0; it must be at least 1"),
         ({"seed": -3}, "seed is -3; it must be at least 0"),
-        ({"weights": "sample"}, "weights is 'sample'; it must be one of 'uniform', 'samples'; did you mean 'samples'"),
+        (
+            {"weights": "sample"},
+            "weights is 'sample'; it must be one of 'uniform', 'samples'; did you mean 'samples'",
+        ),
         ({"weights": [1.0]}, "weights has 1 entries; there are 3 clients"),
         ({"clients": []}, "clients is empty"),
     ],
@@ -181,7 +219,9 @@ def test_a_constraint_on_x_holds_for_the_server_and_the_clients(task: Any) -> No
         x={"x": torch.ones(5, dtype=torch.float64)},
         project_x=lambda x: x.map(lambda t: t.clamp(min=0.2)),
     )
-    result = fb.solve(problem, task.clients, "simfbo", rounds=40, environment=fb.Environment(local_steps=3))
+    result = fb.solve(
+        problem, task.clients, "simfbo", rounds=40, environment=fb.Environment(local_steps=3)
+    )
     assert all(seen)
     assert float(result.x["x"].min()) == pytest.approx(0.2)
     assert float(result.x["x"].max()) > 0.2
@@ -189,7 +229,10 @@ def test_a_constraint_on_x_holds_for_the_server_and_the_clients(task: Any) -> No
 
 def test_dropout_draws_by_key_and_runs_repeat() -> None:
     net = torch.nn.Sequential()
-    net.add_module("backbone", torch.nn.Sequential(torch.nn.Linear(2, 8), fb.nets.Dropout(0.5), torch.nn.ReLU()))
+    net.add_module(
+        "backbone",
+        torch.nn.Sequential(torch.nn.Linear(2, 8), fb.nets.Dropout(0.5), torch.nn.ReLU()),
+    )
     net.add_module("head", torch.nn.Linear(8, 4))
     apply, x, y = fb.split_module(net, lower="head.")
 
@@ -214,14 +257,30 @@ def test_a_run_from_python_leaves_a_folder_and_goes_on(task: Any, tmp_path: Any)
     fb.solve(task.problem, task.clients, "la-asfbo", rounds=4, out=tmp_path / "run", **options)
     with pytest.raises(FileExistsError, match="holds a run already"):
         fb.solve(task.problem, task.clients, "la-asfbo", rounds=9, out=tmp_path / "run", **options)
-    resumed = fb.solve(task.problem, task.clients, "la-asfbo", rounds=9, out=tmp_path / "run", resume=True, **options)
+    resumed = fb.solve(
+        task.problem,
+        task.clients,
+        "la-asfbo",
+        rounds=9,
+        out=tmp_path / "run",
+        resume=True,
+        **options,
+    )
     assert torch.equal(resumed.x["x"], whole.x["x"])
     loaded = fb.load_run(tmp_path / "run")
     assert torch.equal(loaded.y["y"], whole.y["y"])
     assert [m["upper_loss"] for m in loaded.history] == [m["upper_loss"] for m in whole.history]
     other = fb.algorithms.LAASFBO(lr_x=0.5)
     with pytest.raises(ValueError, match=r"was run with algorithm.lr_x = 0.01, not 0.5"):
-        fb.solve(task.problem, task.clients, other, rounds=9, out=tmp_path / "run", resume=True, **options)
+        fb.solve(
+            task.problem,
+            task.clients,
+            other,
+            rounds=9,
+            out=tmp_path / "run",
+            resume=True,
+            **options,
+        )
 
 
 def test_a_federation_of_ones_own_is_used_and_nothing_else(task: Any) -> None:

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbilevel.rng import normal, root
-from fedbilevel.spectrum import extreme_eigenvalues
-from fedbilevel.tree import Tree, flatten, unflatten
+from fedbilevel.core.rng import normal, root
+from fedbilevel.core.spectrum import extreme_eigenvalues
+from fedbilevel.core.tree import Tree, flatten, unflatten
 
 
 def vector(size, seed=0, dtype=torch.float64):
@@ -34,8 +34,12 @@ def test_of_a_random_symmetric_matrix(seed, size, definite):
     H = H @ H.T if definite else H + H.T
     values = torch.linalg.eigvalsh(H)
     got = found(H, vector(size, seed), tolerance=0.0)
-    assert got.smallest == pytest.approx(float(values[0]), rel=1e-8, abs=1e-10 * float(values.abs().max()))
-    assert got.largest == pytest.approx(float(values[-1]), rel=1e-8, abs=1e-10 * float(values.abs().max()))
+    assert got.smallest == pytest.approx(
+        float(values[0]), rel=1e-8, abs=1e-10 * float(values.abs().max())
+    )
+    assert got.largest == pytest.approx(
+        float(values[-1]), rel=1e-8, abs=1e-10 * float(values.abs().max())
+    )
     assert got.products <= size
 
 
@@ -72,7 +76,9 @@ def test_few_products_find_the_ends_of_many_eigenvalues(dtype):
 
 def test_orthogonality_is_kept():
     """Without reorthogonalisation, converged ends come back as ghosts and the small end is not found."""
-    eigenvalues = torch.cat([torch.logspace(-6, -3, 30, dtype=torch.float64), torch.tensor([1.0, 100.0])])
+    eigenvalues = torch.cat(
+        [torch.logspace(-6, -3, 30, dtype=torch.float64), torch.tensor([1.0, 100.0])]
+    )
     got = found(matrix(eigenvalues), vector(32), tolerance=0.0)
     assert got.smallest == pytest.approx(1e-6, rel=1e-3)
     assert got.largest == pytest.approx(100, rel=1e-12)
@@ -80,7 +86,9 @@ def test_orthogonality_is_kept():
 
 def test_it_stops_when_it_knows_enough():
     eigenvalues = [*torch.linspace(4.9, 5.1, 98).tolist(), 1.0, 9.0]
-    rough, fine = (found(matrix(eigenvalues), vector(100), tolerance=tolerance) for tolerance in (1e-1, 1e-6))
+    rough, fine = (
+        found(matrix(eigenvalues), vector(100), tolerance=tolerance) for tolerance in (1e-1, 1e-6)
+    )
     assert rough.products < fine.products < 60
     assert (fine.smallest, fine.largest) == (pytest.approx(1), pytest.approx(9))
     with pytest.raises(ValueError, match="steps is 0; it must be at least 1"):

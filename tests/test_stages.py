@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedbilevel as fb
-from fedbilevel.rng import uniform
-from fedbilevel.runs import config as configs
-from fedbilevel.solve import Run
-from fedbilevel.stages import Clip, Half, Stage
-from fedbilevel.tree import Tree, norm
+from fedbilevel.core.rng import uniform
+from fedbilevel.core.tree import Tree, norm
+from fedbilevel.experiments import config as configs
+from fedbilevel.federation.stages import Clip, Half, Stage
+from fedbilevel.runs.run import Run
 
 from .architecture import names as architecture
 from .architecture import snippets
@@ -26,7 +26,13 @@ def task(**options: Any) -> fb.tasks.Task:
     return fb.tasks.load("quadratic", clients=4, dim_x=3, dim_y=5, **options)
 
 
-def run(stages: list[Stage], iterations: int = 5, mode: Any = "stack", method: str = "simfbo", **options: Any) -> Run:
+def run(
+    stages: list[Stage],
+    iterations: int = 5,
+    mode: Any = "stack",
+    method: str = "simfbo",
+    **options: Any,
+) -> Run:
     problem = task()
     environment = fb.Environment(stages=stages, **options)
     fed = fb.simulated_federation(problem.problem, problem.clients, environment, mode=mode, seed=3)
@@ -54,8 +60,12 @@ class Dithered(Stage):
 
 @settings(deadline=None)
 @given(st.floats(1e-3, 1e3), st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5))
-def test_clip_shortens_what_is_longer_and_leaves_the_rest(bound: float, entries: list[float]) -> None:
-    value = Tree({"a": torch.tensor(entries, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)})
+def test_clip_shortens_what_is_longer_and_leaves_the_rest(
+    bound: float, entries: list[float]
+) -> None:
+    value = Tree(
+        {"a": torch.tensor(entries, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    )
     clipped = Clip(norm=bound).decode(value, value)
     assert norm(clipped) <= bound * (1 + 1e-12)
     scale = min(1.0, bound / float(norm(value)))
@@ -71,7 +81,9 @@ def test_clipping_is_by_reply_before_the_mean() -> None:
     start = problem.start[1]["y"]
     moved = torch.zeros_like(start)
     for client in clients:
-        gradient = torch.func.grad(lambda y, c=client: problem.lower(problem.start[0], {"y": y}, c.train, ()))(start)
+        gradient = torch.func.grad(
+            lambda y, c=client: problem.lower(problem.start[0], {"y": y}, c.train, ())
+        )(start)
         assert gradient.norm() > 0.1, "nothing would be clipped"
         moved += gradient * min(1.0, 0.1 / float(gradient.norm())) / len(clients)
     torch.testing.assert_close(first.state.y["y"], start - server_lr * moved, rtol=0, atol=1e-12)
@@ -96,7 +108,9 @@ def test_half_precision_rounds_what_clients_are_sent() -> None:
     [[Clip(norm=0.3)], [Half(), Half(direction="up")], [Dithered()], [Dithered(), Clip(norm=0.5)]],
     ids=lambda stages: "+".join(type(stage).__name__ for stage in stages),
 )
-@pytest.mark.parametrize("options", [{}, {"participation": 2, "local_steps": (1, 3)}], ids=["everyone", "cohorts"])
+@pytest.mark.parametrize(
+    "options", [{}, {"participation": 2, "local_steps": (1, 3)}], ids=["everyone", "cohorts"]
+)
 def test_executors_agree(stages: list[Stage], options: dict[str, Any]) -> None:
     stacked, reference = run(stages, **options), run(stages, mode="loop", **options)
     same(stacked, reference)
@@ -137,7 +151,9 @@ def test_submodels_go_through_stages() -> None:
     net = fb.tasks.load("loss-tuning", data="digits", clients=4, samples=80, model="mlp", seed=1)
     found = []
     for mode in ("stack", "loop"):
-        environment = fb.Environment(batch_size=8, capacity=[1.0, 0.5], stages=[Half(), Clip(norm=0.05)])
+        environment = fb.Environment(
+            batch_size=8, capacity=[1.0, 0.5], stages=[Half(), Clip(norm=0.05)]
+        )
         fed = fb.simulated_federation(net.problem, net.clients, environment, mode=mode)  # type: ignore[arg-type]
         found.append(fb.solve(net.problem, net.clients, "static", rounds=3, federation=fed))
     for name in found[0].y:
@@ -146,7 +162,9 @@ def test_submodels_go_through_stages() -> None:
 
 def test_in_an_experiment_a_stage_is_a_table(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('task = "quadratic"\n[environment]\nstages = [{stage = "clip", norm = 2}, {stage = "half"}]\n')
+    path.write_text(
+        'task = "quadratic"\n[environment]\nstages = [{stage = "clip", norm = 2}, {stage = "half"}]\n'
+    )
     config = configs.resolve(*configs.read(str(path)))
     assert config.environment.stages == (Clip(norm=2.0), Half())
     again = configs.resolve("resolved", config.table)
@@ -163,7 +181,9 @@ def test_in_an_experiment_a_stage_is_a_table(tmp_path: Path) -> None:
         ('"clip"', "it must be a list of tables"),
     ],
 )
-def test_a_wrong_stage_is_refused_in_one_sentence(stages: str, expected: str, tmp_path: Path) -> None:
+def test_a_wrong_stage_is_refused_in_one_sentence(
+    stages: str, expected: str, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(f'task = "quadratic"\n[environment]\nstages = {stages}\n')
     with pytest.raises(configs.ConfigError) as error:
@@ -183,7 +203,12 @@ def test_a_stage_remembers_each_value_by_itself_across_phases() -> None:
         found = run([Dithered()], 3, mode, "fedbioacc")
         memory = found.fed.transport.executor.memories[0]["stages "]  # type: ignore[attr-defined]
         counts = {name.split()[1]: float(kept["count"]) for name, kept in memory.items()}
-        assert counts == {"mx": 1, "my": 1, "mz": 1, **dict.fromkeys(("dx", "dy", "dz", "dmx", "dmy", "dmz"), 3)}
+        assert counts == {
+            "mx": 1,
+            "my": 1,
+            "mz": 1,
+            **dict.fromkeys(("dx", "dy", "dz", "dmx", "dmy", "dmz"), 3),
+        }
 
 
 def test_stages_are_undone_backwards() -> None:
@@ -248,7 +273,9 @@ def test_sign_compression_sends_a_bit_per_number() -> None:
     plain, compressed = run([]).fed.ledger.totals(), run([sign()]).fed.ledger.totals()
     floats = 5 * 4 * (3 + 5 + 5)
     assert plain["bytes_up"] == 8 * floats
-    assert compressed["bytes_up"] == 5 * 4 * 3 * (1 + 8)  # three tensors of at most eight numbers, and their scales
+    assert compressed["bytes_up"] == 5 * 4 * 3 * (
+        1 + 8
+    )  # three tensors of at most eight numbers, and their scales
 
 
 def test_sign_compression_agrees_on_executors_and_remembers_its_errors() -> None:
@@ -270,7 +297,11 @@ def test_replies_that_wait_are_saved_as_they_travel(tmp_path: Path) -> None:
     environment = fb.Environment(participation=2, stages=[sign()])
 
     def solve(rounds: int, folder: str, resume: bool = False) -> fb.Result:
-        options: dict[str, Any] = {"environment": environment, "out": tmp_path / folder, "resume": resume}
+        options: dict[str, Any] = {
+            "environment": environment,
+            "out": tmp_path / folder,
+            "resume": resume,
+        }
         return fb.solve(problem.problem, problem.clients, "afbo", rounds=rounds, **options)
 
     solve(3, "stopped")

@@ -14,9 +14,9 @@ from fedbilevel import nets
 from fedbilevel.algorithms import FIARSE, OAP, OAPStructured
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fiarse import slope
-from fedbilevel.algorithms.submodel import budget, maskable
-from fedbilevel.solve import Run
-from fedbilevel.tree import Tree, flatten
+from fedbilevel.algorithms.shared_submodels import budget, maskable
+from fedbilevel.core.tree import Tree, flatten
+from fedbilevel.runs.run import Run
 
 from .test_submodels import small_net
 
@@ -25,13 +25,24 @@ NAMES = [*STRUCTURED, "oap", "fiarse"]
 MIXED = [1.0, 0.5, 0.25]
 
 
-def federation(algorithm: Any, capacity: Any, kind: str = "mlp", clients: int = 5, **options: Any) -> Run:
+def federation(
+    algorithm: Any, capacity: Any, kind: str = "mlp", clients: int = 5, **options: Any
+) -> Run:
     """A small network in float64 on random images of 8 x 8; its head is y."""
     net = nets.mlp(64, 8, 3, seed=1) if kind == "mlp" else nets.conv4(1, 8, 3, seed=1, hidden=8)
     level = options.pop("lower_level", "shared")
     problem, held, _ = small_net(net, clients, ridge=0.02, lower_level=level)
-    conditions = {"capacity": capacity, "batch_size": 4, "local_steps": 2, **options.pop("environment", {})}
-    return Run(algorithm, fb.simulated_federation(problem, held, fb.Environment(**conditions), **options), {})
+    conditions = {
+        "capacity": capacity,
+        "batch_size": 4,
+        "local_steps": 2,
+        **options.pop("environment", {}),
+    }
+    return Run(
+        algorithm,
+        fb.simulated_federation(problem, held, fb.Environment(**conditions), **options),
+        {},
+    )
 
 
 def build(name: str, **settings: Any) -> Any:
@@ -50,8 +61,12 @@ def vector(run: Run) -> Tensor:
 @pytest.mark.parametrize("level", ["shared", "private"])
 @pytest.mark.parametrize("name", NAMES)
 def test_clients_that_hold_everything_do_what_fedavg_does(name: str, level: str) -> None:
-    clients = 1 if name == "fiarse" else 3  # it leaves clients whose displacement is 0 out of the mean: dead units
-    ours, theirs = (federation(build(n), 1.0, "conv4", clients, lower_level=level) for n in (name, "fedavg"))
+    clients = (
+        1 if name == "fiarse" else 3
+    )  # it leaves clients whose displacement is 0 out of the mean: dead units
+    ours, theirs = (
+        federation(build(n), 1.0, "conv4", clients, lower_level=level) for n in (name, "fedavg")
+    )
     advance(ours, 3)
     advance(theirs, 3)
     start = torch.cat([flatten(tree) for tree in ours.fed.problem.start])
@@ -86,8 +101,14 @@ def test_what_nobody_holds_stays(name: str) -> None:
 @pytest.mark.parametrize("level", ["shared", "private"])
 @pytest.mark.parametrize("name", NAMES)
 def test_mixed_capacities_in_a_stack_and_one_by_one(name: str, level: str) -> None:
-    options: Any = {"lower_level": level, "weights": "samples", "environment": {"local_steps": (1, 3)}}
-    stack, loop = (federation(build(name), MIXED, mode=mode, **options) for mode in ("stack", "loop"))
+    options: Any = {
+        "lower_level": level,
+        "weights": "samples",
+        "environment": {"local_steps": (1, 3)},
+    }
+    stack, loop = (
+        federation(build(name), MIXED, mode=mode, **options) for mode in ("stack", "loop")
+    )
     start = vector(stack)
     advance(stack, 3)
     advance(loop, 3)
@@ -123,7 +144,9 @@ def test_fiarse_multiplies_gradients(thr: float) -> None:
     w = torch.tensor([-0.9, -0.3, 0.29, 0.0, 0.6], dtype=torch.float64)
     # 1 + 2 * 0.3 * 0.9 / 1.2^2, 1 + 2 * 0.09 / 0.36, dropped, dropped, 1 + 2 * 0.18 / 0.81
     expected = [1.375, 1.5, 0.0, 0.0, 1 + 4 / 9] if thr else [1.0] * 5
-    torch.testing.assert_close(slope(w, torch.tensor(thr, dtype=torch.float64)), torch.tensor(expected).double())
+    torch.testing.assert_close(
+        slope(w, torch.tensor(thr, dtype=torch.float64)), torch.tensor(expected).double()
+    )
 
 
 def test_fiarse_by_hand() -> None:
@@ -138,7 +161,9 @@ def test_fiarse_by_hand() -> None:
         kept = w.map(lambda t: t.abs() >= thr)
         masked = w.map(torch.mul, kept)
         halves = [Tree({name: masked[name] for name in part}) for part in (x, y)]
-        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(*halves, run.fed.transport.executor.clients[0].train, ())
+        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(
+            *halves, run.fed.transport.executor.clients[0].train, ()
+        )
         factor = w.map(lambda t, k: k * (1 + 2 * thr * t.abs() / (t.abs() + thr) ** 2), kept)
         w = w - 0.3 * factor.map(torch.mul, {**g_x, **g_y})
     advance(run, 1)
@@ -152,11 +177,15 @@ def test_oap_by_hand() -> None:
     (mask,) = run.algorithm.masks(run.state, run.fed, [0])  # type: ignore[attr-defined]
     for _ in range(2):
         held = x.map(torch.mul, mask["x"]), y.map(torch.mul, mask["y"])
-        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(*held, run.fed.transport.executor.clients[0].train, ())
+        g_x, g_y = grad(run.fed.problem.lower, argnums=(0, 1))(
+            *held, run.fed.transport.executor.clients[0].train, ()
+        )
         x, y = x - 0.3 * g_x.map(torch.mul, mask["x"]), y - 0.3 * g_y.map(torch.mul, mask["y"])
     advance(run, 1)
     for ours, moved, before in zip(run.state, (x, y), start, strict=True):
-        torch.testing.assert_close(flatten(ours), flatten(before + 0.7 * (moved - before)), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            flatten(ours), flatten(before + 0.7 * (moved - before)), rtol=0, atol=1e-12
+        )
 
 
 def test_fiarse_divides_by_who_moved_a_weight() -> None:
@@ -164,7 +193,13 @@ def test_fiarse_divides_by_who_moved_a_weight() -> None:
     one's alone."""
     moves = []
     for cohort in ([0], [1], [0, 1]):
-        run = federation(build("fiarse"), [1.0, 0.25], clients=2, environment={"batch_size": None}, weights=[1.0, 3.0])
+        run = federation(
+            build("fiarse"),
+            [1.0, 0.25],
+            clients=2,
+            environment={"batch_size": None},
+            weights=[1.0, 3.0],
+        )
         run.fed.sample = lambda cohort=cohort: cohort  # type: ignore[method-assign]
         before = vector(run)
         advance(run, 1)
@@ -189,7 +224,9 @@ def test_oap_covers_every_weight_when_the_budgets_allow() -> None:
     assert records["covered_x"] == pytest.approx(0.47, abs=0.03)  # 0.03 + 2 (0.5^2 - 0.03)
     before = few.fed.problem.start
     advance(few, 4)  # the slices turn
-    moved = torch.cat([(flatten(a) != flatten(b)) for a, b in zip(few.state[:2], before, strict=True)])
+    moved = torch.cat(
+        [(flatten(a) != flatten(b)) for a, b in zip(few.state[:2], before, strict=True)]
+    )
     assert moved.double().mean() > 0.9
 
 
@@ -201,7 +238,9 @@ def test_oap_gives_everybody_the_largest_weights_and_what_it_pays_for() -> None:
     assert [int(mask.sum()) for mask in flat] == [int(r**2 * len(sizes)) for r in (0.7, 0.45, 0.2)]
     largest = sizes.argsort(descending=True)
     assert all(bool(mask[largest[: int(0.1 * len(sizes))]].all()) for mask in flat[:2])
-    assert bool(flat[2][largest[: int(0.04 * len(sizes))]].all()), "a budget below the core goes to the very largest"
+    assert bool(flat[2][largest[: int(0.04 * len(sizes))]].all()), (
+        "a budget below the core goes to the very largest"
+    )
     rest = largest[-(-len(sizes) // 10) :]
     assert not (flat[0] & flat[1])[rest].any()
 
@@ -214,7 +253,13 @@ def test_norm_layers_and_what_starts_at_zero_are_never_masked(method: FedAvg) ->
     w = maskable(problem, *problem.start)
     assert set(problem.x) - set(w) == norms
     assert budget(w, run.state.x, (0.25, 0.25)) == w.numel // 16
-    zero = fb.Problem(problem.upper, problem.lower, problem.x, Tree(problem.y).map(torch.zeros_like), axes=problem.axes)
+    zero = fb.Problem(
+        problem.upper,
+        problem.lower,
+        problem.x,
+        Tree(problem.y).map(torch.zeros_like),
+        axes=problem.axes,
+    )
     assert not set(zero.y) & set(maskable(zero, *zero.start))
 
 
@@ -228,7 +273,11 @@ def test_bytes_are_those_of_what_is_sent() -> None:
     """Submodels send less; masked models send all, and OAP's masks besides."""
     whole = 8 * sum(p.numel() for p in nets.mlp(64, 8, 3).parameters())
     half = 8 * (4 * 64 + 4 + 3 * 4 + 3)
-    for name, down, up in (("static", half, half), ("fiarse", whole, whole), ("oap", whole * 9 // 8, whole)):
+    for name, down, up in (
+        ("static", half, half),
+        ("fiarse", whole, whole),
+        ("oap", whole * 9 // 8, whole),
+    ):
         run = federation(build(name), 0.5, clients=1)
         advance(run, 1)
         totals = run.fed.ledger.totals()

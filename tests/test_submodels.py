@@ -20,13 +20,15 @@ import fedbilevel as fb
 from fedbilevel import nets
 from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.algorithms.rabo import RABO
+from fedbilevel.core.submodels import Submodel, choose, importance, rolling, segments, static, units
+from fedbilevel.core.tree import Tree, dot, flatten, norm, zeros_like
 from fedbilevel.federation import Federation, Replies, Reply
-from fedbilevel.solve import Run
-from fedbilevel.submodels import Submodel, choose, importance, rolling, segments, static, units
-from fedbilevel.tree import Tree, dot, flatten, norm, zeros_like
+from fedbilevel.runs.run import Run
 
 AXES = {"a": ("u", None), "b": ("u",), "c": (None, "u"), "d": ("v", "u")}
-TENSORS = Tree(a=torch.rand(4, 3), b=torch.rand(8), c=torch.rand(2, 12), d=torch.rand(3, 4), e=torch.rand(5))
+TENSORS = Tree(
+    a=torch.rand(4, 3), b=torch.rand(8), c=torch.rand(2, 12), d=torch.rand(3, 4), e=torch.rand(5)
+)
 
 
 def test_an_axis_has_as_many_units_as_its_smallest_dimension() -> None:
@@ -36,7 +38,9 @@ def test_an_axis_has_as_many_units_as_its_smallest_dimension() -> None:
 @given(st.sets(st.integers(0, 3), min_size=1), st.sets(st.integers(0, 2), min_size=1))
 @settings(max_examples=40, deadline=None)
 def test_cut_and_spread(u: set[int], v: set[int]) -> None:
-    part = Submodel(AXES, units(AXES, TENSORS), {"u": torch.tensor(sorted(u)), "v": torch.tensor(sorted(v))})
+    part = Submodel(
+        AXES, units(AXES, TENSORS), {"u": torch.tensor(sorted(u)), "v": torch.tensor(sorted(v))}
+    )
     small = part.cut(TENSORS)
     assert {name: tuple(t.shape) for name, t in small.items()} == part.shapes(TENSORS)
     assert tuple(small["c"].shape) == (2, 3 * len(u))
@@ -48,16 +52,29 @@ def test_cut_and_spread(u: set[int], v: set[int]) -> None:
         for dim, axis in enumerate(AXES.get(name, ())):
             kept, total = {"u": (u, 4), "v": (v, 3)}.get(axis, (set(range(9)), 1))  # type: ignore[arg-type]
             if axis:
-                rows = [int(i // (value.shape[dim] / total)) in kept for i in range(value.shape[dim])]
-                mask = mask * torch.tensor(rows).reshape([-1 if d == dim else 1 for d in range(value.ndim)])
+                rows = [
+                    int(i // (value.shape[dim] / total)) in kept for i in range(value.shape[dim])
+                ]
+                mask = mask * torch.tensor(rows).reshape(
+                    [-1 if d == dim else 1 for d in range(value.ndim)]
+                )
         assert torch.equal(whole[name], value * mask)
 
 
 WRONG = {
-    "unknown tensor": ({"q": ("u",)}, "axes names 'q', which is neither in x nor in y; there are x, y"),
+    "unknown tensor": (
+        {"q": ("u",)},
+        "axes names 'q', which is neither in x nor in y; there are x, y",
+    ),
     "nothing": (None, "axes is None; it must be a dict that names the dimensions of tensors"),
-    "a number": ({"x": 1}, r"axes\['x'\] is 1; it must be a tuple, a name or None for each dimension"),
-    "dimensions": ({"x": ("u", None)}, r"axes\['x'\] is \('u', None\); it must have an entry for each dimension of"),
+    "a number": (
+        {"x": 1},
+        r"axes\['x'\] is 1; it must be a tuple, a name or None for each dimension",
+    ),
+    "dimensions": (
+        {"x": ("u", None)},
+        r"axes\['x'\] is \('u', None\); it must have an entry for each dimension of",
+    ),
     "multiples": (
         {"x": ("u",), "y": ("u",)},
         r"axis 'u' names dimensions of \[4, 6\] entries; each must be",
@@ -71,14 +88,23 @@ def test_axes_that_do_not_fit_are_refused(axes: Any, sentence: str) -> None:
         return dot(x, x)
 
     with pytest.raises((ValueError, TypeError), match=sentence):
-        fb.Problem(upper=loss, lower=loss, x={"x": torch.zeros(6)}, y={"y": torch.zeros(4)}, axes=axes)
+        fb.Problem(
+            upper=loss, lower=loss, x={"x": torch.zeros(6)}, y={"y": torch.zeros(4)}, axes=axes
+        )
 
 
 def test_policies() -> None:
     assert static("u", 10, 3, 0).tolist() == [0, 1, 2]
     assert rolling(8)("u", 10, 3, 0).tolist() == [8, 9, 0]
-    assert [segments("u", 10, 3, group).tolist() for group in (0, 1, 3)] == [[0, 1, 2], [3, 4, 5], [9, 0, 1]]
-    x, y = Tree(w=torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 0.0]])), Tree(v=torch.tensor([0.0, 0.0, 9.0]))
+    assert [segments("u", 10, 3, group).tolist() for group in (0, 1, 3)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [9, 0, 1],
+    ]
+    x, y = (
+        Tree(w=torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 0.0]])),
+        Tree(v=torch.tensor([0.0, 0.0, 9.0])),
+    )
     pick = importance({"w": ("u", None), "v": ("u",)}, {**x, **y})
     assert pick("u", 3, 3, 0).tolist() == [2, 0, 1]  # squares 81, 9, 2
 
@@ -94,7 +120,9 @@ def test_ratios_of_x_and_of_what_is_in_y_alone() -> None:
     assert quarter.shapes(y) == {"v": (7, 3), "b": (7,)}  # ceil(2.5)
     (exact,) = choose({"w": ("u",)}, Tree(w=torch.rand(25)), y, static, [(0.28, 0.28)])
     assert isinstance(exact, Submodel)
-    assert exact.shapes({"w": torch.rand(25)}) == {"w": (7,)}  # 0.28 * 25 is a little more than 7 in floating point
+    assert exact.shapes({"w": torch.rand(25)}) == {
+        "w": (7,)
+    }  # 0.28 * 25 is a little more than 7 in floating point
     again = choose(axes, x, y, static, [(0.5, 0.25), (1.0, 1.0), (0.5, 0.25)])
     assert again[0] is again[2], "clients that hold the same share one object"
 
@@ -115,7 +143,9 @@ def small_net(
     draw = torch.Generator().manual_seed(0)
 
     def data() -> tuple[Tensor, Tensor]:
-        return torch.randn(6, 1, 8, 8, generator=draw, dtype=torch.float64), torch.randint(3, (6,), generator=draw)
+        return torch.randn(6, 1, 8, 8, generator=draw, dtype=torch.float64), torch.randint(
+            3, (6,), generator=draw
+        )
 
     problem = fb.Problem(upper=upper, lower=lower, x=x, y=y, axes=nets.axes(net), **options)
     return problem, [fb.ClientData(train=data(), val=data()) for _ in range(clients)], net
@@ -140,7 +170,9 @@ class Masked:
 
     def loss(self, x: Tree, y: Tree, data: Any, ridge: float = 0.0) -> Tensor:
         x, y = x.map(torch.mul, self.mask["x"]), y.map(torch.mul, self.mask["y"])
-        return F.cross_entropy(functional_call(self.net, {**x, **y}, (data[0],)), data[1]) + ridge * dot(y, y)
+        return F.cross_entropy(
+            functional_call(self.net, {**x, **y}, (data[0],)), data[1]
+        ) + ridge * dot(y, y)
 
     def lower_slope(self, x: Tree, y: Tree) -> Tree:
         return grad(self.loss, argnums=1)(x, y, self.client.train, 0.05)  # type: ignore[no-any-return]
@@ -162,13 +194,16 @@ class Masked:
         return grad(self.loss)(x, y, self.client.val) - grad(slope)(x, y, 0.1 * total)  # type: ignore[no-any-return]
 
 
-def masked_rabo(problem: fb.Problem, clients: Any, net: nn.Module, policy: Any, iterations: int) -> tuple[Tree, Tree]:
+def masked_rabo(
+    problem: fb.Problem, clients: Any, net: nn.Module, policy: Any, iterations: int
+) -> tuple[Tree, Tree]:
     x, y = problem.start
     ones = {"x": x.map(torch.ones_like), "y": y.map(torch.ones_like)}
     for t in range(iterations):
         parts = choose(problem.axes, x, y, policy(t, x, y), [(r, r) for r in CAPACITY])
         masks = [
-            {kind: part.spread(part.cut(one), one) if part else one for kind, one in ones.items()} for part in parts
+            {kind: part.spread(part.cut(one), one) if part else one for kind, one in ones.items()}
+            for part in parts
         ]
         everyone = [Masked(net, client, mask) for client, mask in zip(clients, masks, strict=True)]
         y = y + covered([client.move(x, y) for client in everyone], [mask["y"] for mask in masks])
@@ -188,7 +223,11 @@ def importance_at(t: int, x: Tree, y: Tree) -> Any:
     return importance(small_net()[0].axes, {**x, **y})
 
 
-POLICY = {"static": lambda t, x, y: static, "rolling": lambda t, x, y: rolling(t), "importance": importance_at}
+POLICY = {
+    "static": lambda t, x, y: static,
+    "rolling": lambda t, x, y: rolling(t),
+    "importance": importance_at,
+}
 
 
 @pytest.mark.parametrize("policy", POLICY)
@@ -207,7 +246,9 @@ def test_stack_and_loop_agree_and_bytes_are_those_of_the_submodels() -> None:
     runs = [Run(METHOD, federation(mode=mode), {}) for mode in ("stack", "loop")]
     for run in runs:
         run.advance()
-    torch.testing.assert_close(flatten(runs[0].state.x), flatten(runs[1].state.x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        flatten(runs[0].state.x), flatten(runs[1].state.x), rtol=0, atol=1e-12
+    )
     problem = runs[0].fed.problem
     parts = choose(problem.axes, *problem.start, static, [(r, r) for r in CAPACITY])
     sizes = [
@@ -227,9 +268,17 @@ def test_stack_and_loop_agree_and_bytes_are_those_of_the_submodels() -> None:
 def test_coverage_is_recorded() -> None:
     fed = federation()
     parts = choose(fed.problem.axes, *fed.problem.start, static, [(0.5, 0.5)] * 5)
-    fed.ask(HYPERGRADIENT, range(5), submodels=[None, *parts[1:]], x=fed.problem.start[0], y=fed.problem.start[1])
+    fed.ask(
+        HYPERGRADIENT,
+        range(5),
+        submodels=[None, *parts[1:]],
+        x=fed.problem.start[0],
+        y=fed.problem.start[1],
+    )
     assert fed.records() == {"min_coverage_x": 1.0, "covered_x": 1.0}
-    r = fed.ask(HYPERGRADIENT, range(5), submodels=parts, x=fed.problem.start[0], y=fed.problem.start[1])
+    r = fed.ask(
+        HYPERGRADIENT, range(5), submodels=parts, x=fed.problem.start[0], y=fed.problem.start[1]
+    )
     part, like = parts[0], fed.problem.start[0]
     assert part is not None
     found = fed.records()
@@ -238,7 +287,9 @@ def test_coverage_is_recorded() -> None:
     assert found["covered_x"] == float(flatten(held).mean()) < 0.5
     untouched = r.coverage_mean("h").map(lambda t, h: t * (1 - h), held)
     assert float(flatten(untouched).abs().max()) == 0.0
-    with pytest.raises(RuntimeError, match="'h' comes from submodels; it has a coverage_mean, no mean"):
+    with pytest.raises(
+        RuntimeError, match="'h' comes from submodels; it has a coverage_mean, no mean"
+    ):
         r.mean("h")
 
 
@@ -254,7 +305,9 @@ def test_coverage_mean_weighs_the_clients_that_hold_a_coordinate() -> None:
         mask = x.map(torch.ones_like)
         mask = part.spread(part.cut(mask), x) if part else mask
         total, held = total + weights[i] * one.map(torch.mul, mask), held + weights[i] * mask
-    torch.testing.assert_close(flatten(r.coverage_mean("h")), flatten(total.map(torch.div, held)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        flatten(r.coverage_mean("h")), flatten(total.map(torch.div, held)), rtol=0, atol=1e-12
+    )
 
 
 def test_of_what_is_recorded_as_least_or_most_the_extremes_are_kept() -> None:
@@ -272,7 +325,10 @@ def test_coverage_comes_in_the_order_of_the_reply() -> None:
     for declared in ({"a": "x", "b": "y"}, {"a": "y", "b": "x"}):
         phase: Any = SimpleNamespace(reply=declared, summed=True)
         replies = Replies("a test", phase, problem)
-        stack = {name: part.cut(Tree(getattr(problem, kind))).map(lambda t: t[None]) for name, kind in declared.items()}
+        stack = {
+            name: part.cut(Tree(getattr(problem, kind))).map(lambda t: t[None])
+            for name, kind in declared.items()
+        }
         replies.add([Reply(0, 0, 1, 1.0, 0, {})], stack, part)
         assert [name[-1] for name in list(replies.coverage())[::2]] == list(declared.values())
 
@@ -318,7 +374,9 @@ class Posting(Algorithm):
 
     def iterate(self, s: State, fed: Any) -> State:
         idle = range(len(fed)) if fed.ledger.rounds == 0 else fed.idle
-        parts = choose(fed.problem.axes, s.x, s.y, rolling(fed.iteration), fed.environment.capacities(idle))
+        parts = choose(
+            fed.problem.axes, s.x, s.y, rolling(fed.iteration), fed.environment.capacities(idle)
+        )
         fed.post(Slope(), idle, submodels=parts, x=s.x, y=s.y)
         r = fed.collect()
         fed.idle = list(r.idle)
@@ -347,7 +405,12 @@ def test_posted_submodels_arrive_and_survive_a_restart(tmp_path: Path) -> None:
 
 def test_capacities_are_dealt_in_turn() -> None:
     environment = fb.Environment(capacity=[1.0, 0.5], capacity_y=0.25)
-    assert environment.capacities([0, 1, 2, 5]) == [(1.0, 0.25), (0.5, 0.25), (1.0, 0.25), (0.5, 0.25)]
+    assert environment.capacities([0, 1, 2, 5]) == [
+        (1.0, 0.25),
+        (0.5, 0.25),
+        (1.0, 0.25),
+        (0.5, 0.25),
+    ]
     assert fb.Environment(capacity=0.5).capacities([3]) == [(0.5, 0.5)]
 
 
@@ -373,12 +436,20 @@ def test_wrong_capacities_are_refused(conditions: Any, sentence: str) -> None:
 
 def test_who_cannot_cut_says_so() -> None:
     problem, clients, _ = small_net()
-    with pytest.raises(ValueError, match=r"capacity is 0.5, but simfbo trains whole models; it must be 1"):
+    with pytest.raises(
+        ValueError, match=r"capacity is 0.5, but simfbo trains whole models; it must be 1"
+    ):
         fb.solve(problem, clients, "simfbo", rounds=1, environment=fb.Environment(capacity=0.5))
     task = fb.tasks.load("quadratic")
-    with pytest.raises(ValueError, match=r"capacity is 0.5, but this problem names no axes to cut; it must be 1"):
-        fb.solve(task.problem, task.clients, "rabo", rounds=1, environment=fb.Environment(capacity=0.5))
+    with pytest.raises(
+        ValueError, match=r"capacity is 0.5, but this problem names no axes to cut; it must be 1"
+    ):
+        fb.solve(
+            task.problem, task.clients, "rabo", rounds=1, environment=fb.Environment(capacity=0.5)
+        )
     with pytest.raises(TypeError, match="segments is 3; it must be a tuple of whole numbers"):
         RABO(segments=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"policy is 'segments' and segments is \(\); it takes both or neither"):
+    with pytest.raises(
+        ValueError, match=r"policy is 'segments' and segments is \(\); it takes both or neither"
+    ):
         RABO(policy="segments")

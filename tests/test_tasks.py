@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.oracle import Oracle
+from fedbilevel.core.oracle import Oracle
 
 
 def test_quadratic_closed_forms_agree() -> None:
@@ -52,10 +52,18 @@ def test_unknown_tasks_get_a_suggestion() -> None:
 
 
 def test_hyper_representation_on_digits_learns() -> None:
-    task = fb.tasks.load("hyper-representation", data="digits", partition="shards", clients=20, hidden=32)
+    task = fb.tasks.load(
+        "hyper-representation", data="digits", partition="shards", clients=20, hidden=32
+    )
     environment = fb.Environment(participation=5, local_steps=5, batch_size=32)
     result = fb.solve(
-        task.problem, task.clients, "shrofbo", rounds=40, environment=environment, evaluate=task.evaluate, every=40
+        task.problem,
+        task.clients,
+        "shrofbo",
+        rounds=40,
+        environment=environment,
+        evaluate=task.evaluate,
+        every=40,
     )
     first, last = result.history[0], result.history[-1]
     assert first["test_accuracy"] < 0.3
@@ -69,7 +77,9 @@ def test_hyper_representation_with_dropout_and_the_penalty_of_fednests_code() ->
     other = fb.tasks.load("hyper-representation", ridge=0.0, norm_penalty=0.1, **options)
     dropped = fb.tasks.load("hyper-representation", ridge=0.0, dropout=0.5, **options)
     x, y = plain.problem.start
-    first, second = (fb.Batch(train=plain.clients[0].train, rng=fb.rng.root(seed, "dropout")) for seed in (1, 2))
+    first, second = (
+        fb.Batch(train=plain.clients[0].train, rng=fb.rng.root(seed, "dropout")) for seed in (1, 2)
+    )
     penalty = Oracle(other.problem).lower(x, y, first) - Oracle(plain.problem).lower(x, y, first)
     torch.testing.assert_close(penalty, 0.05 * (y["head.weight"].norm() + y["head.bias"].norm()))
     dropout = Oracle(dropped.problem)
@@ -99,7 +109,8 @@ def test_hyper_representation_splits_each_client() -> None:
     sizes = {(c.size("train"), c.size("val")) for c in task.clients}
     assert sizes <= {(107, 36), (108, 36)}
     with pytest.raises(
-        ValueError, match="model is 'mpl'; it must be one of 'mlp', 'cnn', 'resnet18'; did you mean 'mlp'"
+        ValueError,
+        match="model is 'mpl'; it must be one of 'mlp', 'cnn', 'resnet18'; did you mean 'mlp'",
     ):
         fb.tasks.load("hyper-representation", model="mpl")
 
@@ -113,7 +124,9 @@ MNIST = Path(os.environ.get("FEDBILEVEL_DATA", ""), "mnist")
     [("iid", 0.25, (450, 150)), ("iid", 0.5, (300, 300)), ("shards", 0.2, (480, 120))],
 )
 def test_the_papers_mnist_splits(partition: str, validation: float, sizes: tuple[int, int]) -> None:
-    task = fb.tasks.load("hyper-representation", data="mnist", partition=partition, validation=validation)
+    task = fb.tasks.load(
+        "hyper-representation", data="mnist", partition=partition, validation=validation
+    )
     assert {(c.size("train"), c.size("val")) for c in task.clients} == {sizes}
     assert (task.problem.start[0].numel, task.problem.start[1].numel) == (157_000, 2_010)
 
@@ -123,6 +136,12 @@ def test_simfbo_reaches_90_percent_on_iid_mnist_within_80_rounds() -> None:
     task = fb.tasks.load("hyper-representation", data="mnist", partition="iid")
     environment = fb.Environment(participation=10, batch_size=64)
     result = fb.solve(
-        task.problem, task.clients, "simfbo", rounds=80, environment=environment, evaluate=task.evaluate, every=5
+        task.problem,
+        task.clients,
+        "simfbo",
+        rounds=80,
+        environment=environment,
+        evaluate=task.evaluate,
+        every=5,
     )
     assert max(metrics["test_accuracy"] for metrics in result.history) >= 0.9

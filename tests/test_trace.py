@@ -11,11 +11,11 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import fedbilevel as fb
+from fedbilevel.core.rng import fold_in, normal, root, uniform
+from fedbilevel.execution.stacked import _parts as parts
 from fedbilevel.execution.stacked import executor as stacked
-from fedbilevel.execution.stacked import parts
-from fedbilevel.execution.stacked.trace import compiled, trace
-from fedbilevel.rng import fold_in, normal, root, uniform
-from fedbilevel.solve import Run
+from fedbilevel.execution.stacked._trace import compiled, trace
+from fedbilevel.runs.run import Run
 
 
 def draw(*shape: int, tag: str = "trace") -> Tensor:
@@ -43,14 +43,18 @@ def test_gradients_of_a_shared_weight_are_accumulated_not_added() -> None:
     other = tuple(-2 * a for a in args)
     torch.testing.assert_close(fast(*other), step(*other), rtol=0, atol=1e-14)
     names = operations(fast)
-    assert names.count("aten.bmm.default") == 3  # two forward, one of the gradients; the other one is added in place:
+    assert (
+        names.count("aten.bmm.default") == 3
+    )  # two forward, one of the gradients; the other one is added in place:
     assert names.count("aten.baddbmm_.default") == 1
     assert [n.kwargs for n in nodes(fast) if str(n.target) == "aten.sub.Tensor"] == [{"alpha": 0.3}]
 
 
 def test_what_depends_on_shapes_alone_is_computed_once_and_not_handed_out() -> None:
     def fn(a: Tensor) -> list[Tensor]:
-        slope = torch.ones_like(a.exp().sum()) * 0.5  # as autograd begins: the sum itself is never needed
+        slope = (
+            torch.ones_like(a.exp().sum()) * 0.5
+        )  # as autograd begins: the sum itself is never needed
         zeros = torch.zeros_like(a)
         return [a * slope, zeros, a + zeros, (a * 2).sin() + (a * 2).cos(), zeros[:1]]
 
@@ -68,7 +72,11 @@ def test_what_depends_on_shapes_alone_is_computed_once_and_not_handed_out() -> N
 
 def test_nothing_is_added_to_zeros() -> None:
     def fn(a: Tensor) -> list[Tensor]:
-        return [torch.zeros(3, 4, dtype=a.dtype) + a * a, a.exp() + torch.zeros_like(a), torch.zeros(2, 3, 4).to(a) + a]
+        return [
+            torch.zeros(3, 4, dtype=a.dtype) + a * a,
+            a.exp() + torch.zeros_like(a),
+            torch.zeros(2, 3, 4).to(a) + a,
+        ]
 
     args = (draw(3, 4),)
     fast = trace(fn, args)
@@ -91,7 +99,9 @@ def test_sums_begin_without_zeros_to_add_to_and_other_zeros_stay(monkeypatch: An
     for a, b in zip(*(run.state for run in runs), strict=True):
         torch.testing.assert_close(dict(a), dict(b), rtol=0, atol=1e-12)
     blank = {kind.partition("[")[2] for kind in runs[0].fed.transport.executor.parts.traces}
-    assert {"0, 1, 2, 3, 4, 5]", "3, 4, 5]", ""} <= blank, "first steps from 0 and from elsewhere, and later steps"
+    assert {"0, 1, 2, 3, 4, 5]", "3, 4, 5]", ""} <= blank, (
+        "first steps from 0 and from elsewhere, and later steps"
+    )
 
 
 def test_what_draws_are_made_of_is_a_constant(monkeypatch: Any) -> None:
@@ -118,14 +128,19 @@ def test_a_sum_takes_the_place_of_what_nothing_needs_any_more() -> None:
     fast = trace(fn, args)
     torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=1e-15)
     torch.testing.assert_close(list(args), before, rtol=0, atol=0)
-    assert operations(fast).count("aten.add_.Tensor") == 2  # d and the tangent; e and f are handed out
+    assert (
+        operations(fast).count("aten.add_.Tensor") == 2
+    )  # d and the tangent; e and f are handed out
 
 
 def test_a_bias_is_added_by_the_product() -> None:
     args = draw(2, 3, 4), draw(2, 4, 5, tag="a"), draw(2, 5, tag="b")
 
     def fn(a: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
-        return [b.unsqueeze(1) + torch.bmm(a, w), torch.bmm(a, w).sum((1, 2), keepdim=True) + torch.bmm(a, w)]
+        return [
+            b.unsqueeze(1) + torch.bmm(a, w),
+            torch.bmm(a, w).sum((1, 2), keepdim=True) + torch.bmm(a, w),
+        ]
 
     fast = trace(fn, args)
     torch.testing.assert_close(fast(*args), fn(*args), rtol=0, atol=1e-14)
@@ -171,7 +186,10 @@ def overwritten_operand(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
 
 
 def broadcast_product(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
-    return [torch.bmm(a, w) + torch.bmm(b[:, :1], w), torch.bmm(b[:, :1], w) + 2.0 * torch.bmm(a, w)]
+    return [
+        torch.bmm(a, w) + torch.bmm(b[:, :1], w),
+        torch.bmm(b[:, :1], w) + 2.0 * torch.bmm(a, w),
+    ]
 
 
 def whole_numbers(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
@@ -304,7 +322,9 @@ def test_large_convolutions_are_not_stacked_on_a_cpu(monkeypatch: Any) -> None:
         return run_stack(self, tasks, *rest)
 
     monkeypatch.setattr(stacked.StackedExecutor, "_run_stack", noted)
-    operations_of_one = 4 * 10 * 10 * 16 * (6 * 25) * 2  # batch, image, channels, and what each is a sum of
+    operations_of_one = (
+        4 * 10 * 10 * 16 * (6 * 25) * 2
+    )  # batch, image, channels, and what each is a sum of
     kept: Any = None
     for below_this in (operations_of_one, operations_of_one - 1):
         monkeypatch.setattr(stacked, "STACK_BELOW", below_this)
@@ -314,7 +334,9 @@ def test_large_convolutions_are_not_stacked_on_a_cpu(monkeypatch: Any) -> None:
         here = Run(fb.algorithms.SimFBO(), fed, {"rounds": 1})
         here.advance()
         states.append(here.state.x)
-        assert sizes[1:] == ([3] if below_this == operations_of_one else [1, 1, 1])  # the first is to measure
+        assert sizes[1:] == (
+            [3] if below_this == operations_of_one else [1, 1, 1]
+        )  # the first is to measure
         kept = kept or fed.snapshot()
     resumed = fb.simulated_federation(problem, clients, fb.Environment(batch_size=4))
     resumed.restore(kept)

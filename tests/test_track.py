@@ -26,7 +26,9 @@ def test_tensorboard_gets_every_metric(file: Path, tmp_path: Path) -> None:
     assert found == [(line["round"], pytest.approx(line["upper_loss"], rel=1e-6)) for line in lines]
 
 
-def test_mlflow_gets_every_metric(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_every_metric(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert call("run", file, "--out", tmp_path / "run", "--mlflow", "--quiet") == (0, "", "")
@@ -39,13 +41,17 @@ def test_mlflow_gets_every_metric(file: Path, tmp_path: Path, monkeypatch: pytes
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     lines = metrics(tmp_path / "run")
     history = client.get_metric_history(run.info.run_id, "upper_loss")
-    assert [(m.step, m.value) for m in history] == [(line["round"], line["upper_loss"]) for line in lines]
+    assert [(m.step, m.value) for m in history] == [
+        (line["round"], line["upper_loss"]) for line in lines
+    ]
     assert {*lines[0], *lines[1], "wall_s"} == set(run.data.metrics)
     (config,) = (tmp_path / "store").rglob("config.json")
     assert json.loads(config.read_text())["algorithm"]["name"] == "simfbo"
 
 
-@pytest.mark.parametrize(("flag", "package"), [("--tensorboard", "torch.utils.tensorboard"), ("--mlflow", "mlflow")])
+@pytest.mark.parametrize(
+    ("flag", "package"), [("--tensorboard", "torch.utils.tensorboard"), ("--mlflow", "mlflow")]
+)
 def test_a_missing_package_is_named_and_nothing_written(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, package: str
 ) -> None:

@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, vmap
 
-from fedbilevel.rng import normal, root
-from fedbilevel.tree import Tree, dot, flatten, is_finite, nbytes, norm, project, unflatten, zeros_like
+from fedbilevel.core.rng import normal, root
+from fedbilevel.core.tree import (
+    Tree,
+    dot,
+    flatten,
+    is_finite,
+    nbytes,
+    norm,
+    project,
+    unflatten,
+    zeros_like,
+)
 
 SHAPES = [(), (1,), (3,), (2, 3), (2, 1, 2)]
 PROPERTY = settings(deadline=None, max_examples=40)
@@ -30,7 +40,11 @@ def trees(draw, count):
 
 
 def same(a, b):
-    return isinstance(a, Tree) and list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+    return (
+        isinstance(a, Tree)
+        and list(a) == list(b)
+        and all(torch.equal(a[name], b[name]) for name in a)
+    )
 
 
 @pytest.fixture
@@ -83,7 +97,9 @@ def test_dot_and_norm_are_those_of_the_flat_vectors(ab):
     torch.testing.assert_close(norm(a), flatten(a).norm())
 
 
-@pytest.mark.parametrize("scale", [torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)], ids=["f32", "f64"])
+@pytest.mark.parametrize(
+    "scale", [torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)], ids=["f32", "f64"]
+)
 def test_a_tensor_scales_from_either_side(tree, scale):
     for scaled in (scale * tree, tree * scale, tree / (1 / scale)):
         assert same(scaled, 0.25 * tree)
@@ -113,7 +129,9 @@ def test_projection_of_zero_is_zero(tree):
 
 def test_projection_from_outside(tree):
     assert same(project(tree, 6.5), tree / 2.0)
-    assert same(project(Tree(s=torch.tensor(-4.0)), 1.0), Tree(s=torch.tensor(-1.0)))  # one dimension
+    assert same(
+        project(Tree(s=torch.tensor(-4.0)), 1.0), Tree(s=torch.tensor(-1.0))
+    )  # one dimension
 
 
 @PROPERTY
@@ -134,7 +152,10 @@ def test_under_vmap():
     for i in range(5):
         alone = stack.map(lambda t, i=i: t[i])
         torch.testing.assert_close(
-            moved.map(lambda t, i=i: t[i]), float(i) * project(2.0 * alone - alone / 4.0, 1.0), rtol=1e-6, atol=1e-6
+            moved.map(lambda t, i=i: t[i]),
+            float(i) * project(2.0 * alone - alone / 4.0, 1.0),
+            rtol=1e-6,
+            atol=1e-6,
         )
 
 
@@ -146,7 +167,11 @@ def test_under_grad(tree):
 
 
 def test_nbytes():
-    tree = Tree(a=torch.zeros(3), b=torch.zeros(2, 2, dtype=torch.float64), c=torch.tensor(1, dtype=torch.int16))
+    tree = Tree(
+        a=torch.zeros(3),
+        b=torch.zeros(2, 2, dtype=torch.float64),
+        c=torch.tensor(1, dtype=torch.int16),
+    )
     assert tree.nbytes == 12 + 32 + 2
     assert tree.numel == 8
     assert nbytes({"x": tree, "more": (tree, [tree["a"]]), "steps": 7, "rate": 0.5}) == 2 * 46 + 12
@@ -154,7 +179,9 @@ def test_nbytes():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("wrap", [float, torch.tensor, lambda v: Tree(a=torch.ones(2), b=torch.tensor([[1.0, v]]))])
+@pytest.mark.parametrize(
+    "wrap", [float, torch.tensor, lambda v: Tree(a=torch.ones(2), b=torch.tensor([[1.0, v]]))]
+)
 def test_is_finite(bad, wrap):
     assert is_finite({"x": wrap(1.5), "y": (wrap(0.0), torch.tensor([3])), "z": 2})
     assert not is_finite({"x": wrap(1.5), "y": (wrap(bad), torch.tensor([3])), "z": 2})

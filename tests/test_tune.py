@@ -16,7 +16,7 @@ import torch
 
 import fedbilevel as fb
 from fedbilevel.cli.tune import Scales, Trial, Tuning, _level, _member, _scales
-from fedbilevel.runs import config as configs
+from fedbilevel.experiments import config as configs
 from tests.test_kill import lines, members, wait
 from tests.tool import call, config, contents, done, fork, is_refusal, metrics, summary, write
 
@@ -81,7 +81,10 @@ def tuned(folder: Path) -> dict[str, Any]:
 def known(folder: Path) -> dict[str, Any]:
     """What a search has found, without what differs between equal ones."""
     trials = {str(path.relative_to(folder)): path for path in folder.glob("*/trial-*")}
-    found = {name: (config(path), metrics(path), {**summary(path), "wall_s": 0}) for name, path in trials.items()}
+    found = {
+        name: (config(path), metrics(path), {**summary(path), "wall_s": 0})
+        for name, path in trials.items()
+    }
     return {**found, "tuned": (folder / "tuned.toml").read_bytes()}
 
 
@@ -96,7 +99,13 @@ def test_each_step_size_has_the_scale_of_its_level_and_nothing_else_has(name: st
     for key, value in own.items():
         words = key.split("_")
         scale = next((by_name[word] for word in by_name if word in words and "lr" in words), 1.0)
-        expected = tuple(scale * v for v in value) if "bounds" in key else value if scale == 1 else scale * value
+        expected = (
+            tuple(scale * v for v in value)
+            if "bounds" in key
+            else value
+            if scale == 1
+            else scale * value
+        )
         assert scaled[key] == pytest.approx(expected), key
     assert {_level(key) for key in own} == {"x", None} | ({"y"} if "lr_y" in own else set())
     assert {**_member(base, Scales(2.0, 0.5)).table, "algorithm": own} == base.table
@@ -104,9 +113,17 @@ def test_each_step_size_has_the_scale_of_its_level_and_nothing_else_has(name: st
 
 def test_scales_come_back_from_the_settings_also_from_bounds_and_schedules() -> None:
     draw = random.Random(0)
-    settings = ['algorithm.lr_x={schedule="power", start=0.3}', "algorithm.server_lr_z_bounds=[0.07, 1]"]
-    settings += ['algorithm.lr_y={schedule="cosine", start=0.3, end=0.1, iterations=5}', "algorithm.server_lr_x=3"]
-    base = configs.resolve("here", {"task": {"name": "quadratic"}}, algorithm="asfbo", settings=settings)
+    settings = [
+        'algorithm.lr_x={schedule="power", start=0.3}',
+        "algorithm.server_lr_z_bounds=[0.07, 1]",
+    ]
+    settings += [
+        'algorithm.lr_y={schedule="cosine", start=0.3, end=0.1, iterations=5}',
+        "algorithm.server_lr_x=3",
+    ]
+    base = configs.resolve(
+        "here", {"task": {"name": "quadratic"}}, algorithm="asfbo", settings=settings
+    )
     for _ in range(40):
         scales = Scales(*(float(f"{10 ** draw.uniform(-1, 1):.3g}") for _ in range(2)))
         member = _member(base, scales)
@@ -121,13 +138,20 @@ def test_scales_come_back_from_the_settings_also_from_bounds_and_schedules() -> 
 
 
 def trial(number: int, x: float, y: float, loss: float) -> Trial:
-    return Trial(number, Scales(x, y), "completed" if math.isfinite(loss) else "diverged", loss, None, {})
+    return Trial(
+        number, Scales(x, y), "completed" if math.isfinite(loss) else "diverged", loss, None, {}
+    )
 
 
 def test_a_draw_depends_on_seed_number_and_history_alone(file: Path, tmp_path: Path) -> None:
     place, table = configs.read(str(file))
     search = Tuning(tmp_path, {"simfbo": configs.resolve(place, table)}, 8, {}, None, False, 1)
-    history = [trial(0, 1, 1, 1.0), trial(1, 3, 0.5, 0.7), trial(2, 9, 9, math.inf), trial(3, 2, 2, 0.4)]
+    history = [
+        trial(0, 1, 1, 1.0),
+        trial(1, 3, 0.5, 0.7),
+        trial(2, 9, 9, math.inf),
+        trial(3, 2, 2, 0.4),
+    ]
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[index]
     first = search._draw(history, 5, 4)
     assert torch.equal(states[0], torch.get_rng_state())
@@ -141,7 +165,9 @@ def test_a_draw_depends_on_seed_number_and_history_alone(file: Path, tmp_path: P
     assert len(set(others)) > 1
     others.append(search._draw([*history[:3], trial(3, 2, 2, 4.0)], 5, 4))
     assert others[-1] != first
-    nothing = search._draw([trial(k, 1 + k, 1, math.inf) for k in range(6)], 5, 6)  # nothing but divergence
+    nothing = search._draw(
+        [trial(k, 1 + k, 1, math.inf) for k in range(6)], 5, 6
+    )  # nothing but divergence
     assert all(0.1 <= scale <= 10 for scales in (first, *others, nothing) for scale in scales)
 
 
@@ -149,9 +175,17 @@ def test_no_trial_is_made_twice(file: Path, tmp_path: Path) -> None:
     """A run repeats to the bit; after these seven trials of la-asfbo the process asks for the best one again."""
     place, table = configs.read(str(file))
     search = Tuning(tmp_path, {"simfbo": configs.resolve(place, table)}, 8, {}, None, False, 1)
-    losses = {(1, 1): 0.760, (0.1, 10): 0.521, (0.1, 3.46): 0.740, (3.21, 10): 0.764, (10, 0.1): 0.364}
+    losses = {
+        (1, 1): 0.760,
+        (0.1, 10): 0.521,
+        (0.1, 3.46): 0.740,
+        (3.21, 10): 0.764,
+        (10, 0.1): 0.364,
+    }
     losses |= {(1.86, 0.1): 0.757, (10, 0.239): 0.427}
-    drawn = search._draw([trial(k, *scales, loss) for k, (scales, loss) in enumerate(losses.items())], 0, 7)
+    drawn = search._draw(
+        [trial(k, *scales, loss) for k, (scales, loss) in enumerate(losses.items())], 0, 7
+    )
     assert drawn not in losses
 
 
@@ -159,8 +193,15 @@ def test_no_trial_is_made_twice(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.MonkeyPatch) -> None:
-    out, options = tmp_path / "out", ["--rounds", 12, "--trials", 5, "--set", "environment.batch_size=3"]
-    assert call("tune", file, "--algorithm", "simfbo", *options, "--out", out, "--quiet") == (0, "", "")
+    out, options = (
+        tmp_path / "out",
+        ["--rounds", 12, "--trials", 5, "--set", "environment.batch_size=3"],
+    )
+    assert call("tune", file, "--algorithm", "simfbo", *options, "--out", out, "--quiet") == (
+        0,
+        "",
+        "",
+    )
     assert tuned(out)["compare"] == ["simfbo"]
     code, shown, err = call("tune", file, "--algorithm", "asfbo", *options, "--out", out)
     assert (code, err.splitlines()) == (0, [f"asfbo/trial-{k}: completed" for k in range(5)])
@@ -168,11 +209,16 @@ def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.Mo
     best = {}
     for name in ("simfbo", "asfbo"):  # told again by hand
         runs = [out / name / f"trial-{k}" for k in range(5)]
-        losses = [sum(line["upper_loss"] for line in metrics(run)[-2:]) / 2 for run in runs]  # of 5 evaluations
+        losses = [
+            sum(line["upper_loss"] for line in metrics(run)[-2:]) / 2 for run in runs
+        ]  # of 5 evaluations
         best[name] = config(runs[losses.index(min(losses))])
         assert f"{min(losses):.6g} *" in shown
         own = configs.resolve("here", configs.read(str(file))[1], algorithm=name).table["algorithm"]
-        assert config(runs[0])["algorithm"] == {**own, **{k: list(v) for k, v in own.items() if isinstance(v, tuple)}}
+        assert config(runs[0])["algorithm"] == {
+            **own,
+            **{k: list(v) for k, v in own.items() if isinstance(v, tuple)},
+        }
         assert all(len(history) == 5 for history in map(metrics, runs))
         assert all(config(run)["stop"] == {} for run in runs)  # test data is not looked at
         if name == "simfbo":  # its steps were far too short
@@ -184,7 +230,13 @@ def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.Mo
     assert written["algorithms"]["fedavg"] == {"lr_y": 0.01}
     for name, winner in best.items():  # as it was tuned, but for the seed and the budget
         run = configs.resolve(*configs.read(str(out / "tuned.toml")), algorithm=name).table
-        expected = {**winner, "title": "A (step sizes tuned)", "seed": 4, "rounds": 40, "stop": {"test_accuracy": 0.9}}
+        expected = {
+            **winner,
+            "title": "A (step sizes tuned)",
+            "seed": 4,
+            "rounds": 40,
+            "stop": {"test_accuracy": 0.9},
+        }
         assert json.loads(json.dumps(run)) == expected
     text = (out / "tuned.toml").read_text()
     assert "# Step sizes tuned on seed 3, 12 rounds a trial" in text
@@ -196,8 +248,14 @@ def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.Mo
     for change, mention in (
         (["--rounds", 13], "rounds = 12, not 13"),
         (["--set", "environment.batch_size=1"], "environment.batch_size = 3, not 1"),
-        (["--algorithm", "simfbo", "--set", "algorithm.lr_x=0.5"], "algorithm.lr_x = 0.001, not 0.5"),
-        (["--algorithm", "fedavg", "--set", "seed=9"], "seed = 3, not 9"),  # it would lie beside the others
+        (
+            ["--algorithm", "simfbo", "--set", "algorithm.lr_x=0.5"],
+            "algorithm.lr_x = 0.001, not 0.5",
+        ),
+        (
+            ["--algorithm", "fedavg", "--set", "seed=9"],
+            "seed = 3, not 9",
+        ),  # it would lie beside the others
     ):
         is_refusal(call(*again, "--resume", *change), "/trial-0 was run with", mention)
     code, told, err = call(*again, "--resume", "--json")
@@ -205,25 +263,52 @@ def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.Mo
     assert contents(out) == before
     rows = json.loads(told)["trials"]
     assert [(row["algorithm"], row["trial"]) for row in rows if row["best"]] == [
-        (name, next(k for k in range(5) if config(out / name / f"trial-{k}") == best[name])) for name in sorted(best)
+        (name, next(k for k in range(5) if config(out / name / f"trial-{k}") == best[name]))
+        for name in sorted(best)
     ]
-    assert list(rows[0].items())[:4] == [("algorithm", "asfbo"), ("trial", 0), ("scale_x", 1.0), ("scale_y", 1.0)]
+    assert list(rows[0].items())[:4] == [
+        ("algorithm", "asfbo"),
+        ("trial", 0),
+        ("scale_x", 1.0),
+        ("scale_y", 1.0),
+    ]
     assert list(rows[0])[4:] == ["upper_loss", "test_accuracy", "status", "best"]
 
 
 def test_variants_of_one_method_are_tuned_apart(tmp_path: Path, here: pytest.MonkeyPatch) -> None:
-    slow = write(tmp_path / "b.toml", EXPERIMENT + '[algorithms.slow]\nalgorithm = "simfbo"\nlr_x = 1e-4\n')
-    done("tune", slow, "--algorithm", "simfbo,slow", "--trials", 1, "--rounds", 4, "--out", tmp_path / "out")
+    slow = write(
+        tmp_path / "b.toml", EXPERIMENT + '[algorithms.slow]\nalgorithm = "simfbo"\nlr_x = 1e-4\n'
+    )
+    done(
+        "tune",
+        slow,
+        "--algorithm",
+        "simfbo,slow",
+        "--trials",
+        1,
+        "--rounds",
+        4,
+        "--out",
+        tmp_path / "out",
+    )
     found = tuned(tmp_path / "out")
     assert found["compare"] == ["simfbo", "slow"]
-    assert (found["algorithms"]["slow"]["algorithm"], found["algorithms"]["slow"]["lr_x"]) == ("simfbo", 1e-4)
+    assert (found["algorithms"]["slow"]["algorithm"], found["algorithms"]["slow"]["lr_x"]) == (
+        "simfbo",
+        1e-4,
+    )
     assert found["algorithms"]["simfbo"]["lr_x"] == 1e-3
     place, table = configs.read(str(tmp_path / "out" / "tuned.toml"))
     assert configs.resolve(place, table, algorithm="slow").label == "slow"
 
 
-def test_divergence_is_the_worst_there_is(file: Path, tmp_path: Path, here: pytest.MonkeyPatch) -> None:
-    out, options = tmp_path / "out", ["--algorithm", "simfbo", "--trials", 4, "--rounds", 8, "--set"]
+def test_divergence_is_the_worst_there_is(
+    file: Path, tmp_path: Path, here: pytest.MonkeyPatch
+) -> None:
+    out, options = (
+        tmp_path / "out",
+        ["--algorithm", "simfbo", "--trials", 4, "--rounds", 8, "--set"],
+    )
     lost = [*options, "algorithm.lr_y=1e9", "--set", "algorithm.server_lr_y=1e9"]
     code, shown, _ = call("tune", file, *lost, "--out", out)
     assert (code, shown.count("diverged"), "*" in shown.split("best", 1)[1]) == (3, 4, False)
@@ -236,13 +321,26 @@ def test_divergence_is_the_worst_there_is(file: Path, tmp_path: Path, here: pyte
     assert all((row["upper_loss"] is None) == (row["status"] == "diverged") for row in rows)
 
 
-def test_a_failed_trial_loses_no_other_and_is_made_up_for(file: Path, tmp_path: Path, here: pytest.MonkeyPatch) -> None:
+def test_a_failed_trial_loses_no_other_and_is_made_up_for(
+    file: Path, tmp_path: Path, here: pytest.MonkeyPatch
+) -> None:
     def fail(name: str) -> None:
         if name == "simfbo/trial-1":
             raise MemoryError
 
     here.setattr(Here, "before", staticmethod(fail))
-    command = ["tune", file, "--algorithm", "simfbo", "--trials", 4, "--rounds", 4, "--out", tmp_path / "out"]
+    command = [
+        "tune",
+        file,
+        "--algorithm",
+        "simfbo",
+        "--trials",
+        4,
+        "--rounds",
+        4,
+        "--out",
+        tmp_path / "out",
+    ]
     code, shown, err = call(*command)
     assert code == 2
     assert "simfbo/trial-1: failed: the member has died" in err.splitlines()
@@ -256,7 +354,9 @@ def test_a_failed_trial_loses_no_other_and_is_made_up_for(file: Path, tmp_path: 
         raise MemoryError
 
     here.setattr(Here, "before", staticmethod(fail_all))
-    code, shown, err = call(*command[:-1], tmp_path / "none")  # without its own settings a method is not gone on with
+    code, shown, err = call(
+        *command[:-1], tmp_path / "none"
+    )  # without its own settings a method is not gone on with
     assert (code, err.splitlines()) == (2, ["simfbo/trial-0: failed: the member has died"])
 
 
@@ -264,14 +364,18 @@ def test_wrong_calls(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     is_refusal(call("tune", file, "--algorithm", "adam", "--out", tmp_path / "out"), "'adam'")
     is_refusal(call("tune", file, "--trials", 0, "--out", tmp_path / "out"), "--trials")
     monkeypatch.setitem(sys.modules, "optuna", None)
-    is_refusal(call("tune", file, "--out", tmp_path / "out"), "optuna", "pip install fedbilevel[tune]")
+    is_refusal(
+        call("tune", file, "--out", tmp_path / "out"), "optuna", "pip install fedbilevel[tune]"
+    )
     assert list(tmp_path.iterdir()) == [file]
 
 
 # Kills and interruptions
 
 
-def test_interrupted_and_resumed_a_search_ends_the_same(file: Path, tmp_path: Path, here: pytest.MonkeyPatch) -> None:
+def test_interrupted_and_resumed_a_search_ends_the_same(
+    file: Path, tmp_path: Path, here: pytest.MonkeyPatch
+) -> None:
     """And so does one of more trials, begun with fewer."""
     command = ["tune", file, "--rounds", 6, "--quiet", "--resume", "--out"]
     assert call(*command, tmp_path / "whole", "--trials", 4) == (0, "", "")
@@ -290,16 +394,27 @@ def test_interrupted_and_resumed_a_search_ends_the_same(file: Path, tmp_path: Pa
     assert known(tmp_path / "out") == known(tmp_path / "whole")
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc")
-def test_a_search_killed_twice_ends_the_same(file: Path, tmp_path: Path, here: pytest.MonkeyPatch) -> None:
-    out, command = tmp_path / "out", ["tune", file, "--algorithm", "simfbo", "--resume", "--quiet", "--out"]
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc"
+)
+def test_a_search_killed_twice_ends_the_same(
+    file: Path, tmp_path: Path, here: pytest.MonkeyPatch
+) -> None:
+    out, command = (
+        tmp_path / "out",
+        ["tune", file, "--algorithm", "simfbo", "--resume", "--quiet", "--out"],
+    )
     assert call(*command, tmp_path / "whole", "--trials", 4) == (0, "", "")
     assert call(*command, out, "--trials", 2) == (0, "", "")
     here.undo()
     for evaluations in (0, 3):  # while trial 2 starts, and while it runs
         process = fork(*command, out, "--trials", 4, cwd=tmp_path)
         wait(lambda: members(out), 30, "no member started")
-        wait(lambda wanted=evaluations: lines(out / "simfbo" / "trial-2") >= wanted, 60, "no progress")
+        wait(
+            lambda wanted=evaluations: lines(out / "simfbo" / "trial-2") >= wanted,
+            60,
+            "no progress",
+        )
         process.kill()
         process.join()
         wait(lambda: not members(out), 5, "a member outlives its search")

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel import ranks
 from fedbilevel.algorithms import UniFBO
 from fedbilevel.algorithms.unifbo import wide
-from fedbilevel.delays import Constant, Faults, LogNormal, Stragglers
+from fedbilevel.core import ranks
+from fedbilevel.core.tree import flatten
 from fedbilevel.execution.ranked import RankedExecutor
 from fedbilevel.federation import Reply
-from fedbilevel.solve import Run
-from fedbilevel.tree import flatten
+from fedbilevel.federation.delays import Constant, Faults, LogNormal, Stragglers
+from fedbilevel.runs.run import Run
 
 STEPS = {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5}
 
@@ -23,7 +23,10 @@ STEPS = {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5}
 def matrices(lower_scale=1.0, upper_scale=1.0, **options):
     """min f = |x - t|^2_Q / 2 + <y, x> over a matrix x, with y* = x + c; x is 2 by 3, y 3 by 2."""
     draw = torch.Generator().manual_seed(0)
-    t, c = torch.randn(2, 3, generator=draw, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+    t, c = (
+        torch.randn(2, 3, generator=draw, dtype=torch.float64),
+        torch.ones(3, 2, dtype=torch.float64),
+    )
     half = torch.randn(6, 6, generator=draw, dtype=torch.float64)
     Q = half @ half.T / 6 + 2 * torch.eye(6, dtype=torch.float64)
 
@@ -38,7 +41,10 @@ def matrices(lower_scale=1.0, upper_scale=1.0, **options):
     problem = fb.Problem(upper, lower, x={"x": zeros}, y={"y": zeros.T.contiguous()}, **options)
     clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))]
     x = t.reshape(-1)
-    hessian, slope = Q + 2 * torch.eye(6, dtype=torch.float64), Q @ x - c.T.reshape(-1)  # of x -> f(x, y*(x))
+    hessian, slope = (
+        Q + 2 * torch.eye(6, dtype=torch.float64),
+        Q @ x - c.T.reshape(-1),
+    )  # of x -> f(x, y*(x))
     return problem, clients, hessian, slope
 
 
@@ -63,9 +69,13 @@ def test_the_first_step_is_the_polar_factor_of_the_gradient(shape):
 def test_unequal_local_steps_on_unequal_clients_lead_to_the_true_solution():
     task = fb.tasks.load("quadratic", clients=4, condition=3.0, seed=5)
     steps = [1, 1, 1, 3]
-    assert (task.x_star()["x"] - task.x_star(weights=steps)["x"]).norm() > 0.1, "unequal steps would not show"
+    assert (task.x_star()["x"] - task.x_star(weights=steps)["x"]).norm() > 0.1, (
+        "unequal steps would not show"
+    )
     environment = fb.Environment(local_steps=steps)
-    found = fb.solve(task.problem, task.clients, UniFBO(**STEPS), rounds=48, environment=environment, every=48)
+    found = fb.solve(
+        task.problem, task.clients, UniFBO(**STEPS), rounds=48, environment=environment, every=48
+    )
     torch.testing.assert_close(found.x["x"], task.x_star()["x"], rtol=0, atol=1e-2)
 
 
@@ -75,7 +85,9 @@ def test_matrices_go_to_the_solution(damping):
     problem, clients, hessian, slope = matrices()
     hessian = hessian - damping / (1 + damping) * torch.eye(6, dtype=torch.float64)
     found = fb.solve(problem, clients, UniFBO(**STEPS, damping=damping), rounds=80, every=80).x["x"]
-    torch.testing.assert_close(found.reshape(-1), torch.linalg.solve(hessian, slope), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        found.reshape(-1), torch.linalg.solve(hessian, slope), rtol=0, atol=1e-6
+    )
 
 
 def test_projected_matrices_go_to_the_constrained_solution():
@@ -93,7 +105,9 @@ def test_projected_matrices_go_to_the_constrained_solution():
 
 def test_the_scales_of_the_losses_do_not_matter():
     """Only that of the upper to the lower one does, and to z alone."""
-    runs = [fb.solve(*matrices(scale, scale)[:2], UniFBO(), rounds=20, every=20) for scale in (1.0, 1e4)]
+    runs = [
+        fb.solve(*matrices(scale, scale)[:2], UniFBO(), rounds=20, every=20) for scale in (1.0, 1e4)
+    ]
     for level in ("x", "y"):
         a, b = (getattr(run, level)[level] for run in runs)
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
@@ -106,7 +120,9 @@ def test_a_tensor_without_gradient_stays():
         x={"x": torch.ones(2), "idle": torch.ones(2, 300)},
         y={"y": torch.zeros(2)},
     )
-    result = fb.solve(problem, [fb.ClientData((torch.zeros(1),), (torch.zeros(1),))], "unifbo", rounds=3)
+    result = fb.solve(
+        problem, [fb.ClientData((torch.zeros(1),), (torch.zeros(1),))], "unifbo", rounds=3
+    )
     assert result.status == "completed"
     assert torch.equal(result.x["idle"], torch.ones(2, 300))
     assert not torch.equal(result.x["x"], torch.ones(2))
@@ -119,8 +135,13 @@ def test_h_weighs_clients_by_the_number_of_all_over_that_of_those_asked():
         x={"x": torch.zeros(3, dtype=torch.float64)},
         y={"y": torch.zeros(1, dtype=torch.float64)},
     )
-    clients = [fb.ClientData(train=(one,), val=(one,)) for one in torch.tensor([[1.0], [7.0]], dtype=torch.float64)]
-    fed = fb.simulated_federation(problem, clients, fb.Environment(participation=1), weights=[0.75, 0.25])
+    clients = [
+        fb.ClientData(train=(one,), val=(one,))
+        for one in torch.tensor([[1.0], [7.0]], dtype=torch.float64)
+    ]
+    fed = fb.simulated_federation(
+        problem, clients, fb.Environment(participation=1), weights=[0.75, 0.25]
+    )
     run = Run(UniFBO(), fed, {"rounds": 9})
     run.advance()
     assert float(run.state.s[0]["x"]) in (3 * 1.5**2, 3 * 3.5**2)  # (2 p_i h_i)^2, of either
@@ -137,7 +158,9 @@ def quadratic_run(algorithm, rounds=48, clients=4, **environment):
 
 def test_where_everyone_is_as_fast_it_is_the_method_with_a_barrier():
     runs = [
-        quadratic_run(UniFBO(**STEPS, barrier=barrier), rounds=12, delay=Constant(), local_steps=2)[0]
+        quadratic_run(UniFBO(**STEPS, barrier=barrier), rounds=12, delay=Constant(), local_steps=2)[
+            0
+        ]
         for barrier in (True, False)
     ]
     for level in ("x", "y"):
@@ -151,7 +174,9 @@ def test_an_iteration_without_a_barrier_is_the_one_by_hand():
     The first step of a number is -w lr sign(h), here -.4 lr / 2.
     """
     x, y = ({name: torch.zeros(1, dtype=torch.float64)} for name in "xy")
-    problem = fb.Problem(lambda x, y, batch: x["x"] @ y["y"], lambda x, y, batch: (y["y"] ** 2).sum(), x, y)
+    problem = fb.Problem(
+        lambda x, y, batch: x["x"] @ y["y"], lambda x, y, batch: (y["y"] ** 2).sum(), x, y
+    )
     whole = {"hx": fb.Tree(x), "hy": fb.Tree(y), "hz": fb.Tree(y)}
     posted = []
 
@@ -163,7 +188,16 @@ def test_an_iteration_without_a_barrier_is_the_one_by_hand():
         iteration=8,
         post=lambda phase, clients, **point: posted.extend(clients),
         collect=lambda: Said(
-            [Reply(0, 1, 1, 1.0, 0, {name: value.map(lambda t: t + 3) for name, value in whole.items()})]
+            [
+                Reply(
+                    0,
+                    1,
+                    1,
+                    1.0,
+                    0,
+                    {name: value.map(lambda t: t + 3) for name, value in whole.items()},
+                )
+            ]
         ),
         record=lambda **values: None,
     )
@@ -178,7 +212,11 @@ def test_an_iteration_without_a_barrier_is_the_one_by_hand():
 
 def test_slow_clients_count_as_much_as_fast_ones():
     """Means of what arrives would solve the problem of the fast ones."""
-    conditions = {"delay": LogNormal(), "stragglers": Stragglers(clients=2, slowdown=8.0), "participation": 1}
+    conditions = {
+        "delay": LogNormal(),
+        "stragglers": Stragglers(clients=2, slowdown=8.0),
+        "participation": 1,
+    }
     steps = dict.fromkeys(STEPS, 0.3)
     found, task = quadratic_run(UniFBO(**steps, barrier=False), rounds=700, **conditions)
     torch.testing.assert_close(found.x["x"], task.x_star()["x"], rtol=0, atol=1e-2)
@@ -210,7 +248,12 @@ def test_without_a_barrier_it_resumes_with_tasks_in_flight(tmp_path: Path):
     def solved(rounds, **more):
         environment = fb.Environment(**conditions)
         return fb.solve(
-            task.problem, task.clients, UniFBO(barrier=False), rounds=rounds, environment=environment, **more
+            task.problem,
+            task.clients,
+            UniFBO(barrier=False),
+            rounds=rounds,
+            environment=environment,
+            **more,
         )
 
     solved(7, out=tmp_path / "run")
@@ -244,11 +287,15 @@ def test_h_is_the_mean_over_those_who_hold_a_coordinate(added_up, monkeypatch):
     h = torch.tensor([2.0, 2.0, 1.0, 0.0], dtype=torch.float64).unsqueeze(1).expand(4, 3)
     U, _, Vh = torch.linalg.svd(wide(h), full_matrices=False)
     step = 0.5 * 0.02 * 2 * torch.outer(U[:, 0], Vh[0])  # sqrt(columns) = 2; h has rank one
-    torch.testing.assert_close(-run.x["w"], (step.T if step.shape != (4, 3) else step), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        -run.x["w"], (step.T if step.shape != (4, 3) else step), rtol=0, atol=1e-5
+    )
     assert torch.equal(run.x["w"][3], torch.zeros(3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("policy", "moved"), [("static", [0, 1]), ("rolling", [0, 1, 2]), ("importance", [1, 3])])
+@pytest.mark.parametrize(
+    ("policy", "moved"), [("static", [0, 1]), ("rolling", [0, 1, 2]), ("importance", [1, 3])]
+)
 def test_clients_hold_the_units_of_the_policy(policy, moved):
     """Two of four units in two iterations: the first ones, those from the iteration's number on, the largest ones."""
     start = torch.tensor([[1.0], [5.0], [2.0], [4.0]], dtype=torch.float64)
@@ -261,7 +308,10 @@ def test_clients_hold_the_units_of_the_policy(policy, moved):
     )
     clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))]
     environment = fb.Environment(capacity=0.5)
-    away = fb.solve(problem, clients, UniFBO(policy=policy), rounds=2, environment=environment).x["w"] - start
+    away = (
+        fb.solve(problem, clients, UniFBO(policy=policy), rounds=2, environment=environment).x["w"]
+        - start
+    )
     assert away.squeeze().nonzero().squeeze().tolist() == moved
 
 
@@ -270,7 +320,11 @@ def test_whole_models_are_asked_for_as_before():
     found = []
     for policy in ("static", "rolling"):
         environment = fb.Environment(batch_size=8)
-        found.append(fb.solve(task.problem, task.clients, UniFBO(policy=policy), rounds=3, environment=environment))
+        found.append(
+            fb.solve(
+                task.problem, task.clients, UniFBO(policy=policy), rounds=3, environment=environment
+            )
+        )
     assert torch.equal(flatten(found[0].x), flatten(found[1].x))
 
 
@@ -286,17 +340,23 @@ def test_submodels_without_a_barrier_are_refused(axes, capacity):
     )
     clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))] * 2
     environment = fb.Environment(capacity=capacity)
-    told = re.escape(f"barrier is False and capacity is {capacity}; without a barrier models are whole")
+    told = re.escape(
+        f"barrier is False and capacity is {capacity}; without a barrier models are whole"
+    )
     with pytest.raises(ValueError, match=f"^{told}: barrier must be True, or capacity 1$"):
         fb.solve(problem, clients, UniFBO(barrier=False), rounds=1, environment=environment)
     assert fb.solve(problem, clients, UniFBO(barrier=False), rounds=1).status == "completed"
     if axes:
-        assert fb.solve(problem, clients, UniFBO(), rounds=1, environment=environment).status == "completed"
+        assert (
+            fb.solve(problem, clients, UniFBO(), rounds=1, environment=environment).status
+            == "completed"
+        )
 
 
 def test_policies_without_a_meaning_here_are_refused():
     for policy in ("all", "segments"):
         with pytest.raises(
-            ValueError, match=f"policy is '{policy}'; it must be one of 'static', 'rolling', 'importance'"
+            ValueError,
+            match=f"policy is '{policy}'; it must be one of 'static', 'rolling', 'importance'",
         ):
             UniFBO(policy=policy)

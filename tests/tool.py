@@ -53,7 +53,9 @@ def start(*arguments: object, cwd: Path, **options: Any) -> "subprocess.Popen[st
     """The tool as users start it, in a process of its own."""
     environment = {**os.environ, "COLUMNS": "200", "FEDBILEVEL_DEBUG": "", **options.pop("env", {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen([SCRIPT, *map(str, arguments)], cwd=cwd, env=environment, text=True, **pipes)
+    return subprocess.Popen(
+        [SCRIPT, *map(str, arguments)], cwd=cwd, env=environment, text=True, **pipes
+    )
 
 
 def real(*arguments: object, cwd: Path, **options: Any) -> Outcome:
@@ -65,7 +67,12 @@ def real(*arguments: object, cwd: Path, **options: Any) -> Outcome:
 
 warm = multiprocessing.get_context("forkserver")
 warm.set_forkserver_preload(
-    ["fedbilevel.cli.compare", "fedbilevel.cli.track", "fedbilevel.runs.runner", "torch._dynamo"]
+    [
+        "fedbilevel.cli.compare",
+        "fedbilevel.cli.track",
+        "fedbilevel.experiments.runner",
+        "torch._dynamo",
+    ]
 )
 
 
@@ -88,7 +95,9 @@ def forked(*arguments: object, cwd: Path) -> Outcome:
     process = fork(*arguments, cwd=cwd)
     process.join(60)
     out, err = ((cwd / f"forked.{name}") for name in ("out", "err"))
-    return Outcome(process.exitcode if process.exitcode is not None else -1, out.read_text(), err.read_text())
+    return Outcome(
+        process.exitcode if process.exitcode is not None else -1, out.read_text(), err.read_text()
+    )
 
 
 def write(path: Path, text: str = QUADRATIC) -> Path:
@@ -115,12 +124,18 @@ def is_refusal(outcome: Outcome, *mentions: str) -> None:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without the one number that differs between equal runs."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    ]
     return [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]
 
 

@@ -16,10 +16,10 @@ import torch
 import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import DescendMean
 from fedbilevel.algorithms.unifbo import Look, State, UniFBO, square, whitened
+from fedbilevel.core.oracle import Directions
+from fedbilevel.core.tree import norm
 from fedbilevel.federation.phase import Phase
-from fedbilevel.oracle import Directions
-from fedbilevel.solve import Run
-from fedbilevel.tree import norm
+from fedbilevel.runs.run import Run
 
 ROUNDS = 60
 
@@ -98,7 +98,8 @@ class Variant(UniFBO):
         corrected = 1 - rho**t if rho < 1 else 1.0
         lr = self.lr_x, self.lr_y, self.scale_z * self.lr_z
         x, y, z = (
-            v - k * d.map(self.step, a / corrected) for v, k, d, a in zip((s.x, s.y, s.z), lr, m, S, strict=True)
+            v - k * d.map(self.step, a / corrected)
+            for v, k, d, a in zip((s.x, s.y, s.z), lr, m, S, strict=True)
         )
         return State(x, y, z, m, S)
 
@@ -133,21 +134,28 @@ def rounds_to(method: UniFBO, steps: int, partition: str, seed: int) -> tuple[fl
     """Communication rounds to 90 and 95%; infinite beyond ROUNDS."""
     task = fb.tasks.load("hyper-representation", data="mnist", partition=partition, seed=seed)
     environment = fb.Environment(participation=10, local_steps=steps, batch_size=64)
-    run = Run(method, fb.simulated_federation(task.problem, task.clients, environment, seed=seed), {})
+    run = Run(
+        method, fb.simulated_federation(task.problem, task.clients, environment, seed=seed), {}
+    )
     first = [float("inf")] * 2
     for t in range(1, ROUNDS + 1):
         run.advance()
         if not bool(norm(run.state.x).isfinite()):
             break
         accuracy = task.evaluate(run.state.x, run.state.y)["test_accuracy"]  # type: ignore[misc]
-        first = [min(found, t) if accuracy >= goal else found for found, goal in zip(first, (0.9, 0.95), strict=True)]
+        first = [
+            min(found, t) if accuracy >= goal else found
+            for found, goal in zip(first, (0.9, 0.95), strict=True)
+        ]
         if accuracy >= 0.95:
             break
     return first[0], first[1]
 
 
 def scaled(method: UniFBO, scale: float) -> UniFBO:
-    return replace(method, lr_x=scale * method.lr_x, lr_y=scale * method.lr_y, lr_z=scale * method.lr_z)
+    return replace(
+        method, lr_x=scale * method.lr_x, lr_y=scale * method.lr_y, lr_z=scale * method.lr_z
+    )
 
 
 def main() -> None:
@@ -159,11 +167,17 @@ def main() -> None:
     for name in options.variants:
         method, steps = VARIANTS[name]
         scales = [float(scale) for scale in options.scales.split(",")]
-        tried = {k: [rounds_to(scaled(method, k), steps, "shards", seed) for seed in (0, 1)] for k in scales}
+        tried = {
+            k: [rounds_to(scaled(method, k), steps, "shards", seed) for seed in (0, 1)]
+            for k in scales
+        }
         best = min(scales, key=lambda k: sum(second for _, second in tried[k]))
         row = [f"{name}, x {best:g}"]
         for partition in ("shards", "iid"):
-            found = [rounds_to(scaled(method, best), steps, partition, seed) for seed in range(options.seeds)]
+            found = [
+                rounds_to(scaled(method, best), steps, partition, seed)
+                for seed in range(options.seeds)
+            ]
             for reached in zip(*found, strict=True):
                 row.append(f"{statistics.median(reached):g} ({min(reached):g} to {max(reached):g})")
         print("|", " | ".join(row), "|", flush=True)

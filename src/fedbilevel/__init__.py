@@ -1,54 +1,77 @@
-"""Federated bilevel optimization on PyTorch: min_x F(x, y*(x)), y*(x) = argmin_y G(x, y), over many clients' data."""
+"""Federated bilevel optimization on PyTorch.
 
-import os
-from typing import Any
+Many clients solve min_x F(x, y*(x)) with y*(x) = argmin_y G(x, y) together, and keep their data.
 
-# Waiting threads that spin starve each other on a machine that is shared: rounds were seen to take ten times as long.
-# The library that torch's threads come from reads this once, when torch is first imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+Importing this package imports neither PyTorch nor anything else, and changes nothing in the process:
+every name below is imported from its module when it is first used.
+"""
 
-from fedbilevel import algorithms, delays, linear, memory, nets, schedules, stages, tasks
-from fedbilevel.diagnosis import check
-from fedbilevel.environment import Environment
-from fedbilevel.hypergradient import finite_difference, hypergradient, solve_lower
-from fedbilevel.problem import Batch, ClientData, Problem, split_module
-from fedbilevel.simulation import simulated_federation
-from fedbilevel.solve import Result, solve
-from fedbilevel.tree import Tree
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-memory.keep_freed()
+if TYPE_CHECKING:
+    from fedbilevel import algorithms as algorithms
+    from fedbilevel import nets as nets
+    from fedbilevel import tasks as tasks
+    from fedbilevel.core import linear as linear
+    from fedbilevel.core import schedules as schedules
+    from fedbilevel.core.hypergradient import finite_difference as finite_difference
+    from fedbilevel.core.hypergradient import hypergradient as hypergradient
+    from fedbilevel.core.hypergradient import solve_lower as solve_lower
+    from fedbilevel.core.problem import Batch as Batch
+    from fedbilevel.core.problem import ClientData as ClientData
+    from fedbilevel.core.problem import Problem as Problem
+    from fedbilevel.core.problem import split_module as split_module
+    from fedbilevel.core.process import configure_process as configure_process
+    from fedbilevel.core.tree import Tree as Tree
+    from fedbilevel.diagnostics.check import check as check
+    from fedbilevel.federation import delays as delays
+    from fedbilevel.federation import stages as stages
+    from fedbilevel.federation.environment import Environment as Environment
+    from fedbilevel.runs.load import load_run as load_run
+    from fedbilevel.runs.run import Result as Result
+    from fedbilevel.runs.simulation import simulated_federation as simulated_federation
+    from fedbilevel.runs.solver import solve as solve
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Batch",
-    "ClientData",
-    "Environment",
-    "Problem",
-    "Result",
-    "Tree",
-    "algorithms",
-    "check",
-    "delays",
-    "finite_difference",
-    "hypergradient",
-    "linear",
-    "load_run",
-    "nets",
-    "schedules",
-    "simulated_federation",
-    "solve",
-    "solve_lower",
-    "split_module",
-    "stages",
-    "tasks",
-]
+# Where each public name is: "module" or "module:attribute". A test compares it with the imports above.
+_HOMES = {
+    "Batch": "core.problem:Batch",
+    "ClientData": "core.problem:ClientData",
+    "Environment": "federation.environment:Environment",
+    "Problem": "core.problem:Problem",
+    "Result": "runs.run:Result",
+    "Tree": "core.tree:Tree",
+    "algorithms": "algorithms",
+    "check": "diagnostics.check:check",
+    "configure_process": "core.process:configure_process",
+    "delays": "federation.delays",
+    "finite_difference": "core.hypergradient:finite_difference",
+    "hypergradient": "core.hypergradient:hypergradient",
+    "linear": "core.linear",
+    "load_run": "runs.load:load_run",
+    "nets": "nets",
+    "schedules": "core.schedules",
+    "simulated_federation": "runs.simulation:simulated_federation",
+    "solve": "runs.solver:solve",
+    "solve_lower": "core.hypergradient:solve_lower",
+    "split_module": "core.problem:split_module",
+    "stages": "federation.stages",
+    "tasks": "tasks",
+}
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """What needs more than torch is imported when it is asked for."""
-    if name == "load_run":
-        from fedbilevel.runs.load import load_run
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module_name, _, attribute = _HOMES[name].partition(":")
+    module = import_module(f"{__name__}.{module_name}")
+    value = getattr(module, attribute) if attribute else module
+    globals()[name] = value
+    return value
 
-        return load_run
-    raise AttributeError(f"module 'fedbilevel' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return list(__all__)

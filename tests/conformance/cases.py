@@ -14,7 +14,9 @@ from torch import Tensor
 
 import fedbilevel as fb
 
-Matrices = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # A, B, c, e, t, D of tasks.quadratic
+Matrices = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]  # A, B, c, e, t, D of tasks.quadratic
 
 
 Draw = Callable[[int], int]
@@ -53,7 +55,9 @@ def ball(z: Tensor, radius: float) -> Tensor:
     return z if z.norm() <= radius else z * radius / z.norm()
 
 
-def simfbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def simfbo(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
     for _ in range(iterations):
         lx, ly, lz = x, y, z
@@ -68,7 +72,9 @@ def simfbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
-def afbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def afbo(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     """With one client, no delay and K = 1: the mean of the directions along the local path."""
     x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
     for _ in range(iterations):
@@ -78,11 +84,17 @@ def afbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
             dx, dy, dz = path[-1]
             lx, ly, lz = lx - h["lr_x"] * dx, ly - h["lr_y"] * dy, lz - h["lr_z"] * dz
         hx, hy, hz = (torch.stack(d).mean(0) for d in zip(*path, strict=True))
-        x, y, z = x - h["server_lr_x"] * hx, y - h["server_lr_y"] * hy, ball(z - h["server_lr_z"] * hz, h["radius"])
+        x, y, z = (
+            x - h["server_lr_x"] * hx,
+            y - h["server_lr_y"] * hy,
+            ball(z - h["server_lr_z"] * hz, h["radius"]),
+        )
     return x, y
 
 
-def afl(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def afl(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     """With one client: the mean of its own directions along the local path."""
     x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
     for _ in range(iterations):
@@ -96,7 +108,9 @@ def afl(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw)
 
 
 def adaptive(storm: bool) -> Centralised:
-    def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    def run(
+        m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+    ) -> tuple[Tensor, Tensor]:
         server = [torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])]
         norms, beta = [0.0, 0.0, 0.0], h["momentum_weight"]
         for _ in range(iterations):
@@ -105,10 +119,14 @@ def adaptive(storm: bool) -> Centralised:
             for _ in range(steps):
                 total = [q + v for q, v in zip(total, moments, strict=True)]
                 old = directions(m, *local)
-                local = [v - h[f"lr_{n}"] * u for v, u, n in zip(local, moments, "xyz", strict=True)]
+                local = [
+                    v - h[f"lr_{n}"] * u for v, u, n in zip(local, moments, "xyz", strict=True)
+                ]
                 new = directions(m, *local)
                 if storm:
-                    moments = [d + (1 - beta) * (v - o) for d, v, o in zip(new, moments, old, strict=True)]
+                    moments = [
+                        d + (1 - beta) * (v - o) for d, v, o in zip(new, moments, old, strict=True)
+                    ]
                 else:
                     moments = [beta * d + (1 - beta) * v for d, v in zip(new, moments, strict=True)]
             for j, n in enumerate("xyz"):
@@ -123,7 +141,9 @@ def adaptive(storm: bool) -> Centralised:
     return run
 
 
-def unifbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def unifbo(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     """On vectors: AdaGrad-Norm with momentum, its length that of the vector of ones; full batches are alike."""
     point = [torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])]
     moments, sums, w = [torch.zeros_like(v) for v in point], [0.0, 0.0, 0.0], h["momentum_weight"]
@@ -131,7 +151,9 @@ def unifbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
         for j, d in enumerate(directions(m, *point)):
             moments[j] = (1 - w) * moments[j] + w * d
             sums[j] += float(d @ d)
-            point[j] = point[j] - h[f"lr_{'xyz'[j]}"] * (len(d) / sums[j] / (1 + 1e-6)) ** 0.5 * moments[j]
+            point[j] = (
+                point[j] - h[f"lr_{'xyz'[j]}"] * (len(d) / sums[j] / (1 + 1e-6)) ** 0.5 * moments[j]
+            )
         point[2] = ball(point[2], h["radius"])
     return point[0], point[1]
 
@@ -160,7 +182,9 @@ def lower_round(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor, steps: int
     return y
 
 
-def upper_round(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor, p: Tensor, steps: int) -> Tensor:
+def upper_round(
+    m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor, p: Tensor, steps: int
+) -> Tensor:
     """x_v moves along h - grad_x f(x, y) + grad_x f(x_v, y); for this f the difference is x_v - x."""
     _, B, _, _, t, D = m
     start, direction = x, x - t + D.T @ y + B.T @ p
@@ -181,7 +205,9 @@ def neumann(A: Tensor, v: Tensor, lr: float, steps: int) -> Tensor:
     return lr * total
 
 
-def fednest(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def fednest(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
     for _ in range(iterations):
         for _ in range(h["inner_rounds"]):
@@ -191,7 +217,9 @@ def fednest(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: D
     return x, y
 
 
-def lfednest(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def lfednest(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     """The local hypergradient is renewed at every local step."""
     _, B, _, _, t, D = m
     x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
@@ -204,7 +232,9 @@ def lfednest(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: 
     return x, y
 
 
-def aggitd(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def aggitd(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     A, lam, N = m[0], h["neumann_lr"], h["inner_rounds"]
     x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
     for _ in range(iterations):
@@ -220,14 +250,18 @@ def aggitd(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
-def fedavg(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def fedavg(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
     for _ in range(iterations):
         y = y + h["server_lr"] * (lower_round(m, h, x, y, steps) - y)
     return x, y
 
 
-def fedbio(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def fedbio(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     """With one client there is nothing to average: steps times iterations steps, z projected at each."""
     x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
     for _ in range(steps * iterations):
@@ -236,7 +270,9 @@ def fedbio(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
-def fedbioacc(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def fedbioacc(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     """With one client the second exchange renews the momenta where a local step would."""
     x, y, z = torch.zeros_like(m[4]), torch.zeros_like(m[2]), torch.zeros_like(m[2])
     moments = directions(m, x, y, z)
@@ -261,7 +297,10 @@ def mean_of_local_hypergradients(task: Any, h: dict[str, Any]) -> Tensor:
 
     def total(x: Tensor) -> Tensor:
         y = task.y_star({"x": x})["y"]
-        local = [(m, neumann(m[0], upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"])) for m in parts]  # type: ignore[arg-type]
+        local = [
+            (m, neumann(m[0], upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"]))
+            for m in parts
+        ]  # type: ignore[arg-type]
         return torch.stack([x - m[4] + m[5].T @ y + m[1].T @ p for m, p in local]).mean(0)
 
     return root(total, len(task.problem.x["x"]))
@@ -270,7 +309,9 @@ def mean_of_local_hypergradients(task: Any, h: dict[str, Any]) -> Tensor:
 def root(affine: Callable[[Tensor], Tensor], size: int) -> Tensor:
     """Where an affine function is 0."""
     at_zero = affine(torch.zeros(size, dtype=torch.float64))
-    columns = torch.stack([affine(e) - at_zero for e in torch.eye(size, dtype=torch.float64)], dim=1)
+    columns = torch.stack(
+        [affine(e) - at_zero for e in torch.eye(size, dtype=torch.float64)], dim=1
+    )
     return torch.linalg.solve(columns, -at_zero)
 
 
@@ -289,7 +330,9 @@ def lfednest_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, 
     return T + 1, n * (T + 1) * (x + y), n * (T * y + x), T * tau + tau * (1 + 2 * N + 3)
 
 
-def fedmbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def fedmbo(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     """One chain; every choice of a client draws, though there is one client to choose."""
     A, B, _, _, t, D = m
     lam, N = h["neumann_lr"], h["neumann_steps"]
@@ -305,7 +348,9 @@ def fedmbo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Dr
     return x, y
 
 
-def rabo(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def rabo(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     A, B, _, _, t, D = m
     x, y = torch.zeros_like(t), torch.zeros_like(m[2])
     for _ in range(iterations):
@@ -321,7 +366,9 @@ def rabo_cost(steps: Sequence[int], x: int, y: int) -> tuple[int, int, int, int]
     return 2, n * 2 * (x + y), n * (x + y), sum(steps) + n * (1 + 2 * 4 + 3)
 
 
-def adapted_gradients(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def adapted_gradients(
+    m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor]:
     """MAML with one inner step: grad f at x1 = x + a B'y, y1 = y - a (A y - B x - c), taken back to (x, y)."""
     A, B, c, e, t, D = m
     a = h["inner_lr"]
@@ -330,7 +377,9 @@ def adapted_gradients(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor) -> t
     return f_x + a * B.T @ f_y, f_y + a * (B @ f_x - A @ f_y)
 
 
-def maml(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def maml(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
     for _ in range(iterations):
         d_x, d_y = adapted_gradients(m, h, x, y)
@@ -340,11 +389,15 @@ def maml(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
 
 def where_maml_ends(task: Any, h: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Where the mean of the clients' adapted gradients is 0."""
-    parts: list[Any] = [[part.mean(0) for part in (*client.train, *client.val)] for client in task.clients]
+    parts: list[Any] = [
+        [part.mean(0) for part in (*client.train, *client.val)] for client in task.clients
+    ]
     sizes = [len(parts[0][4]), len(parts[0][2])]
 
     def residual(w: Tensor) -> Tensor:
-        return torch.stack([torch.cat(adapted_gradients(m, h, *w.split(sizes))) for m in parts]).mean(0)
+        return torch.stack(
+            [torch.cat(adapted_gradients(m, h, *w.split(sizes))) for m in parts]
+        ).mean(0)
 
     x, y = root(residual, sum(sizes)).split(sizes)
     return x, y
@@ -358,7 +411,9 @@ def local_gradients(m: Matrices, h: dict[str, Any], x: Tensor, y: Tensor) -> tup
 
 
 def localbsg(storm: bool) -> Centralised:
-    def run(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    def run(
+        m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+    ) -> tuple[Tensor, Tensor]:
         w = h["momentum_weight"]
         x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
         u, v = local_gradients(m, h, x, y)
@@ -376,7 +431,9 @@ def localbsg(storm: bool) -> Centralised:
     return run
 
 
-def adafbio(m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw) -> tuple[Tensor, Tensor]:
+def adafbio(
+    m: Matrices, h: dict[str, Any], steps: int, iterations: int, draw: Draw
+) -> tuple[Tensor, Tensor]:
     w, decay, floor = h["momentum_weight"], h["norm_decay"], h["norm_floor"]
     x, y = torch.zeros_like(m[4]), torch.zeros_like(m[2])
     u, v = local_gradients(m, h, x, y)
@@ -413,13 +470,21 @@ def fewer_terms(task: Any, h: dict[str, Any]) -> Tensor:
 
 
 def settle(
-    parts: Sequence[Matrices], w: Sequence[float], h: dict[str, Any], x: Tensor, ys: list[Tensor], y: Tensor
+    parts: Sequence[Matrices],
+    w: Sequence[float],
+    h: dict[str, Any],
+    x: Tensor,
+    ys: list[Tensor],
+    y: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
     """Where `plane_steps` steps on the lower level, with consensus as a penalty, lead; only the y_i depend on x."""
     phis = [torch.zeros_like(y) for _ in parts]
     for _ in range(h["plane_steps"]):
         slopes = [A @ yi - B @ x - c for (A, B, c, *_), yi in zip(parts, ys, strict=True)]
-        ys = [yi - h["lr_y"] * (g + phi + h["penalty"] * (yi - y)) for yi, g, phi in zip(ys, slopes, phis, strict=True)]
+        ys = [
+            yi - h["lr_y"] * (g + phi + h["penalty"] * (yi - y))
+            for yi, g, phi in zip(ys, slopes, phis, strict=True)
+        ]
         gaps = [yi.detach() - y for yi in ys]
         pull = [wi * (phi + h["penalty"] * gap) for wi, phi, gap in zip(w, phis, gaps, strict=True)]
         phis = [phi + h["lr_y"] * gap for phi, gap in zip(phis, gaps, strict=True)]
@@ -437,7 +502,9 @@ def cutting_planes(
     lam: list[float] = []
     for iteration in range(iterations):
         for i, (_, _, _, e, t, D) in enumerate(parts):
-            push = sum((k * b[i] for k, (_, b, _, _) in zip(lam, planes, strict=True)), torch.zeros_like(y))
+            push = sum(
+                (k * b[i] for k, (_, b, _, _) in zip(lam, planes, strict=True)), torch.zeros_like(y)
+            )
             xi, yi = xs[i], ys[i]
             xs[i] = xi - h["lr_x"] * (xi - t + D.T @ yi + thetas[i])
             ys[i] = yi - h["lr_y"] * (yi - e + D @ xi + push)
@@ -464,7 +531,9 @@ def cutting_planes(
 
 def where_planes_end(task: Any, h: dict[str, Any]) -> Tensor:
     """h = 0, so y_i = y'_i and y = y'; and sum_i (grad_x f_i - d2xy g_i q_i) = 0, q_i a Neumann sum of K terms."""
-    parts: list[Any] = [[part.mean(0) for part in (*client.train, *client.val)] for client in task.clients]
+    parts: list[Any] = [
+        [part.mean(0) for part in (*client.train, *client.val)] for client in task.clients
+    ]
     (p, d), n = (len(parts[0][4]), len(parts[0][2])), len(parts)
 
     def residual(u: Tensor) -> Tensor:
@@ -472,9 +541,13 @@ def where_planes_end(task: Any, h: dict[str, Any]) -> Tensor:
         settled, mean = settle(parts, [1.0] * n, h, x, ys, y)
         total = torch.zeros_like(x)
         for (A, B, _, e, t, D), yi in zip(parts, ys, strict=True):
-            q = neumann(A + h["penalty"] * torch.eye(d), yi - e + D @ x, h["lr_y"], h["plane_steps"] - 1)
+            q = neumann(
+                A + h["penalty"] * torch.eye(d), yi - e + D @ x, h["lr_y"], h["plane_steps"] - 1
+            )
             total = total + x - t + D.T @ yi + B.T @ q
-        return torch.cat([total, y - mean, *(yi - there for yi, there in zip(ys, settled, strict=True))])
+        return torch.cat(
+            [total, y - mean, *(yi - there for yi, there in zip(ys, settled, strict=True))]
+        )
 
     return root(residual, p + d + n * d)[:p]
 
@@ -532,7 +605,12 @@ _CUTTING_PLANES = Case(
     _PLANES,
     lambda m, h, steps, iterations, draw: cutting_planes([m], [1.0], h, iterations),
     cost=lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), len(steps)),
-    once=(2, 4 * (24 + 2 * 16 + 2 * 16), 4 * (16 + 16 + 24), 4 * (1 + 1 + 2 * 2)),  # K = 2: settle, cut
+    once=(
+        2,
+        4 * (24 + 2 * 16 + 2 * 16),
+        4 * (16 + 16 + 24),
+        4 * (1 + 1 + 2 * 2),
+    ),  # K = 2: settle, cut
     rounds=300 + 2 * 30,
     tolerance=0.01,
     goal=where_planes_end,
@@ -553,24 +631,51 @@ CASES = {
     "asfbo": Case(_ADAPTIVE, adaptive(storm=False), one_round(lambda tau: tau)),
     "la-asfbo": Case(_ADAPTIVE, adaptive(storm=True), one_round(lambda tau: 2 * tau - 1)),
     "unifbo": Case(
-        {"lr_x": 0.3, "lr_y": 0.5, "lr_z": 0.5, "momentum_weight": 0.6, "damping": 0.0, "radius": 100.0},
+        {
+            "lr_x": 0.3,
+            "lr_y": 0.5,
+            "lr_z": 0.5,
+            "momentum_weight": 0.6,
+            "damping": 0.0,
+            "radius": 100.0,
+        },
         unifbo,
         one_round(lambda tau: tau),
         rounds=200,
     ),
     "afbo": Case(_SINGLE_LOOP, afbo, one_round(lambda tau: tau)),
     "afl": Case(
-        {"lr_x": 0.1, "lr_y": 0.5, "server_lr_x": 0.1, "server_lr_y": 0.5, "neumann_lr": 1.0, "neumann_steps": 5},
+        {
+            "lr_x": 0.1,
+            "lr_y": 0.5,
+            "server_lr_x": 0.1,
+            "server_lr_y": 0.5,
+            "neumann_lr": 1.0,
+            "neumann_steps": 5,
+        },
         afl,
-        lambda steps, x, y: (1, len(steps) * (x + y), len(steps) * (x + y), (1 + 2 * 5 + 1 + 2 + 1) * sum(steps)),
+        lambda steps, x, y: (
+            1,
+            len(steps) * (x + y),
+            len(steps) * (x + y),
+            (1 + 2 * 5 + 1 + 2 + 1) * sum(steps),
+        ),
         rounds=200,
         goal=mean_of_local_hypergradients,
     ),
     "fednest": Case(_NESTED, fednest, fednest_cost, rounds=32 * 80),
     "lfednest": Case(
-        _NESTED | {"neumann_steps": 5}, lfednest, lfednest_cost, rounds=3 * 100, goal=mean_of_local_hypergradients
+        _NESTED | {"neumann_steps": 5},
+        lfednest,
+        lfednest_cost,
+        rounds=3 * 100,
+        goal=mean_of_local_hypergradients,
     ),
-    "fedbio": Case({"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0}, fedbio, one_round(lambda tau: tau)),
+    "fedbio": Case(
+        {"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0},
+        fedbio,
+        one_round(lambda tau: tau),
+    ),
     "fedbioacc": Case(
         {"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0, "momentum_weight": 0.7},
         fedbioacc,
@@ -579,12 +684,22 @@ CASES = {
         rounds=500,
     ),
     "rabo": Case(_RABO, rabo, rabo_cost, rounds=400, goal=fewer_terms),
-    "rafbo": Case(_RABO | {"width": 1.0}, rabo, rabo_cost, rounds=400, goal=fewer_terms),  # exact on quadratics
+    "rafbo": Case(
+        _RABO | {"width": 1.0}, rabo, rabo_cost, rounds=400, goal=fewer_terms
+    ),  # exact on quadratics
     "fedavg": _FEDAVG,
     # On quadratics, which have nothing to cut, they are FedAvg.
-    **dict.fromkeys(("static", "fedrolex", "oap-structured", "fiarse", "fiarse-structured"), _FEDAVG),
+    **dict.fromkeys(
+        ("static", "fedrolex", "oap-structured", "fiarse", "fiarse-structured"), _FEDAVG
+    ),
     "oap": replace(
-        _FEDAVG, cost=lambda steps, x, y: (1, len(steps) * (x + y) * 9 // 8, len(steps) * (x + y), sum(steps))
+        _FEDAVG,
+        cost=lambda steps, x, y: (
+            1,
+            len(steps) * (x + y) * 9 // 8,
+            len(steps) * (x + y),
+            sum(steps),
+        ),
     ),
     "maml": Case(
         {"lr_x": 0.3, "lr_y": 0.3, "inner_lr": 0.2, "inner_steps": 1},
@@ -595,8 +710,12 @@ CASES = {
     "aggitd": Case(_AGGITD, aggitd, cost=None, rounds=11 * 150, tolerance=0.1),
     "fedmbo": Case(_FEDMBO, fedmbo, cost=None, rounds=1500, tolerance=0.15),
     "adafbio": Case(_ADAFBIO, adafbio, adafbio_cost, _BEGIN, rounds=200, goal=fewer_terms),
-    "localbsgm": Case(_LOCALBSG, localbsg(storm=False), localbsg_cost(1), _BEGIN, rounds=200, goal=fewer_terms),
-    "localbsgvr": Case(_LOCALBSG, localbsg(storm=True), localbsg_cost(2), _BEGIN, rounds=200, goal=fewer_terms),
+    "localbsgm": Case(
+        _LOCALBSG, localbsg(storm=False), localbsg_cost(1), _BEGIN, rounds=200, goal=fewer_terms
+    ),
+    "localbsgvr": Case(
+        _LOCALBSG, localbsg(storm=True), localbsg_cost(2), _BEGIN, rounds=200, goal=fewer_terms
+    ),
     "sdbo": _CUTTING_PLANES,
     "adbo": _CUTTING_PLANES,  # without delays and with everyone it is sdbo
 }

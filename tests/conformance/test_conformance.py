@@ -15,7 +15,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO, State
 from fedbilevel.federation import Federation
-from fedbilevel.solve import Run
+from fedbilevel.runs.run import Run
 
 from .cases import CASES, Case
 
@@ -40,7 +40,9 @@ NAMES = [name for name in fb.algorithms.names() if takes_quadratics(name)]
 
 
 def test_who_is_tested_elsewhere() -> None:
-    assert set(fb.algorithms.names()) - set(NAMES) == {"protonet"}  # tests/test_few_shot_baselines.py
+    assert set(fb.algorithms.names()) - set(NAMES) == {
+        "protonet"
+    }  # tests/test_few_shot_baselines.py
 
 
 def case(name: str) -> Case:
@@ -67,12 +69,18 @@ def uneven(task: fb.tasks.Task) -> fb.tasks.Task:
     clients = []
     for i, c in enumerate(task.clients):
         fewer = [tuple(t[: 2 + i % 3] for t in side) for side in (c.train, c.val)]
-        clients.append(fb.ClientData(fewer[0], fewer[1] if task.problem.lower_level == "private" else c.val))
+        clients.append(
+            fb.ClientData(fewer[0], fewer[1] if task.problem.lower_level == "private" else c.val)
+        )
     return dataclasses.replace(task, clients=clients)
 
 
 def check_converges(
-    algorithm: Algorithm, rounds: int, tolerance: float = 1e-6, goal: Any = None, federate: Any = None
+    algorithm: Algorithm,
+    rounds: int,
+    tolerance: float = 1e-6,
+    goal: Any = None,
+    federate: Any = None,
 ) -> None:
     """On heterogeneous clients, full batches, everyone: to grad Phi = 0, or to a biased method's own `goal`.
 
@@ -81,10 +89,14 @@ def check_converges(
     task = quadratic(algorithm.name, clients=5, condition=3.0, heterogeneity=1.0, seed=3)
     start, truth = task.problem.x, task.x_star()
     pooled = dataclasses.replace(task.problem, lower_level="shared")
-    local = torch.stack([torch.linalg.norm(fb.hypergradient(pooled, [c], truth)["x"]) for c in task.clients])
+    local = torch.stack(
+        [torch.linalg.norm(fb.hypergradient(pooled, [c], truth)["x"]) for c in task.clients]
+    )
     slope = task.gradient(start)["x"].norm()
     assert slope > 0.1, "the fixture is flat: it would accept any algorithm"
-    assert local.min() > 0.1, "the fixture's clients agree: it would accept a method that averages local solutions"
+    assert local.min() > 0.1, (
+        "the fixture's clients agree: it would accept a method that averages local solutions"
+    )
     federation = federate and federate(task.problem, task.clients)
     options: dict[str, Any] = {"evaluate": task.evaluate, "every": rounds, "federation": federation}
     result = fb.solve(task.problem, task.clients, algorithm, rounds=rounds, **options)
@@ -95,7 +107,9 @@ def check_converges(
     else:
         found = goal(task)
         biased, y = found if isinstance(found, tuple) else (found, None)
-        assert task.gradient({"x": biased})["x"].norm() > 0.1, "the bias does not show on this fixture"
+        assert task.gradient({"x": biased})["x"].norm() > 0.1, (
+            "the bias does not show on this fixture"
+        )
         torch.testing.assert_close(result.x["x"], biased, rtol=0, atol=10 * tolerance)
     there = task.y_star(result.x)["y"] if y is None else y
     torch.testing.assert_close(result.y["y"], there, rtol=0, atol=10 * tolerance)
@@ -104,7 +118,9 @@ def check_converges(
 @pytest.mark.parametrize("name", NAMES)
 def test_converges_to_what_it_solves(name: str) -> None:
     kind, mine = fb.algorithms.get(name).solves, case(name)
-    assert (kind == "global") == (mine.goal is None), "a method that is not global needs the closed form of its goal"
+    assert (kind == "global") == (mine.goal is None), (
+        "a method that is not global needs the closed form of its goal"
+    )
     goal = mine.goal and (lambda task: mine.goal(task, mine.settings))  # type: ignore[misc]
     check_converges(build(name), mine.rounds, mine.tolerance, goal)
 
@@ -112,11 +128,15 @@ def test_converges_to_what_it_solves(name: str) -> None:
 LOCAL = [name for name in NAMES if fb.algorithms.get(name).solves == "local"]
 
 
-@pytest.mark.parametrize("name", [name for name in LOCAL if name not in ("sdbo", "adbo")])  # theirs: tests/test_adbo.py
+@pytest.mark.parametrize(
+    "name", [name for name in LOCAL if name not in ("sdbo", "adbo")]
+)  # theirs: tests/test_adbo.py
 def test_local_methods_are_unbiased_on_identical_clients(name: str) -> None:
     task = fb.tasks.load("quadratic", clients=3, condition=1.5, heterogeneity=0.0, seed=3)
     method = build(name, neumann_steps=12)  # the Neumann sum ends at (1/3)^12 = 2e-6
-    result = fb.solve(task.problem, task.clients, method, rounds=160, evaluate=task.evaluate, every=10**6)
+    result = fb.solve(
+        task.problem, task.clients, method, rounds=160, evaluate=task.evaluate, every=10**6
+    )
     assert result.history[-1]["hypergradient_norm"] < 1e-5 * result.history[0]["hypergradient_norm"]
 
 
@@ -149,7 +169,9 @@ class FirstClientOnly(SimFBO):
         r = fed.ask(self.descend(), [0], x=s.x, y=s.y, z=s.z)
         h = self
         return State(
-            s.x - h.server_lr_x * r.mean("qx"), s.y - h.server_lr_y * r.mean("qy"), s.z - h.server_lr_z * r.mean("qz")
+            s.x - h.server_lr_x * r.mean("qx"),
+            s.y - h.server_lr_y * r.mean("qy"),
+            s.z - h.server_lr_z * r.mean("qz"),
         )
 
 
@@ -201,7 +223,12 @@ def test_ledger_is_the_closed_form(name: str) -> None:
     totals = run.fed.ledger.totals()
     each, once = case(name).cost(steps, 8 * 3, 8 * 2), case(name).once  # type: ignore[misc]
     expected = tuple(3 * a + b for a, b in zip(each, once, strict=True))
-    assert (totals["rounds"], totals["bytes_down"], totals["bytes_up"], totals["gradients"]) == expected
+    assert (
+        totals["rounds"],
+        totals["bytes_down"],
+        totals["bytes_up"],
+        totals["gradients"],
+    ) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -209,21 +236,30 @@ def test_same_seed_same_run_another_seed_another_run(name: str) -> None:
     task = quadratic(name, clients=6, samples=8, noise=1.0)
     environment = {"participation": 3, "local_steps": (1, 3), "batch_size": 2}
     first, again, other = (
-        moved(iterate(task, build(name), 4, environment=environment, seed=seed)) for seed in (0, 0, 1)
+        moved(iterate(task, build(name), 4, environment=environment, seed=seed))
+        for seed in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(
+    name: str, tmp_path: Path
+) -> None:
     task = quadratic(name, clients=5, samples=4, noise=1.0)
     environment = fb.Environment(participation=3, local_steps=(1, 3), batch_size=2)
 
     def solve(rounds: int, folder: str, resume: bool = False) -> fb.Result:
         method, out = build(name), tmp_path / folder
         return fb.solve(
-            task.problem, task.clients, method, rounds=rounds, environment=environment, out=out, resume=resume
+            task.problem,
+            task.clients,
+            method,
+            rounds=rounds,
+            environment=environment,
+            out=out,
+            resume=resume,
         )
 
     budget = 3 * solve(1, "stopped").history[-1]["round"]
@@ -234,7 +270,11 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(name: str, tmp
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_settings_are_refused_in_one_sentence(name: str) -> None:
-    steps = [f.name for f in dataclasses.fields(fb.algorithms.get(name)) if f.name.startswith(("lr_", "server_lr_"))]
+    steps = [
+        f.name
+        for f in dataclasses.fields(fb.algorithms.get(name))
+        if f.name.startswith(("lr_", "server_lr_"))
+    ]
     assert {"lr_x", "lr_y"} <= set(steps)
     for setting in steps:
         for value in (-0.1, 0.0, float("nan"), float("inf"), "fast", None):
@@ -251,7 +291,9 @@ def test_wrong_settings_are_refused_in_one_sentence(name: str) -> None:
 def test_schedules_stand_where_floats_do(name: str) -> None:
     task = quadratic(name, clients=2)
     values = [0.3, 0.1, 0.05]
-    steps = [s for s in case(name).settings if s.startswith(("lr_", "server_lr_")) and "bounds" not in s]
+    steps = [
+        s for s in case(name).settings if s.startswith(("lr_", "server_lr_")) and "bounds" not in s
+    ]
     scheduled = build(name, **{step: lambda t: values[t] for step in steps})
     run = iterate(task, scheduled, 3)
     by_hand = iterate(task, build(name, **dict.fromkeys(steps, values[0])), 1)
@@ -273,12 +315,16 @@ def test_only_step_sizes_are_schedules() -> None:
     assert (now.lr_x, now.shape) == (0.25, torch.relu)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if len(fb.algorithms.get(name).lower_levels) == 1])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if len(fb.algorithms.get(name).lower_levels) == 1]
+)
 def test_refuses_the_other_kind_of_problem(name: str) -> None:
     task = fb.tasks.load("quadratic", clients=2)
     (kind,) = {"shared", "private"} - set(fb.algorithms.get(name).lower_levels)
     problem = dataclasses.replace(task.problem, lower_level=kind)
-    with pytest.raises(ValueError, match=f"{name} is for a .* lower level; this problem's is {kind}"):
+    with pytest.raises(
+        ValueError, match=f"{name} is for a .* lower level; this problem's is {kind}"
+    ):
         fb.solve(problem, task.clients, build(name), rounds=1)
 
 
@@ -286,24 +332,36 @@ def test_simfbo_solves_the_reweighted_problem_and_shrofbo_the_real_one() -> None
     """With fixed unequal tau_i and tiny local steps: the closed forms of algorithms under system heterogeneity."""
     task = fb.tasks.load("quadratic", clients=4, condition=3.0, seed=5)
     steps = [1, 2, 3, 5]
-    settings = {"lr_x": 1e-7, "lr_y": 1e-7, "lr_z": 1e-7, "server_lr_x": 0.05, "server_lr_y": 0.4, "server_lr_z": 0.4}
+    settings = {
+        "lr_x": 1e-7,
+        "lr_y": 1e-7,
+        "lr_z": 1e-7,
+        "server_lr_x": 0.05,
+        "server_lr_y": 0.4,
+        "server_lr_z": 0.4,
+    }
     real, reweighted = task.x_star()["x"], task.x_star(weights=steps)["x"]
     assert (real - reweighted).norm() > 0.1
     for method, goal in ((SimFBO, reweighted), (ShroFBO, real)):
-        found = iterate(task, method(**settings), 200, environment={"local_steps": steps}).state.x["x"]
+        found = iterate(task, method(**settings), 200, environment={"local_steps": steps}).state.x[
+            "x"
+        ]
         torch.testing.assert_close(found, goal, rtol=0, atol=1e-5)
 
 
 def test_simfbo_independent_batches_have_the_same_expectation_and_cost_seven_gradients() -> None:
     task = fb.tasks.load("quadratic", clients=1, samples=1)
     shared = iterate(task, build("simfbo"), 3, environment={"local_steps": 2})
-    independent = iterate(task, build("simfbo", independent_batches=True), 3, environment={"local_steps": 2})
+    independent = iterate(
+        task, build("simfbo", independent_batches=True), 3, environment={"local_steps": 2}
+    )
     torch.testing.assert_close(shared.state.x["x"], independent.state.x["x"], rtol=0, atol=1e-12)
     assert independent.fed.ledger.totals()["gradients"] == 7 * 2 * 3
     noisy = fb.tasks.load("quadratic", clients=1, samples=16, noise=1.0)
     options = {"environment": {"batch_size": 2}}
     shared, independent = (
-        iterate(noisy, build("simfbo", independent_batches=flag), 1, **options) for flag in (False, True)
+        iterate(noisy, build("simfbo", independent_batches=flag), 1, **options)
+        for flag in (False, True)
     )
     assert not torch.allclose(shared.state.x["x"], independent.state.x["x"])
     assert independent.fed.ledger.totals()["samples"] == 3 * shared.fed.ledger.totals()["samples"]

@@ -16,7 +16,7 @@ import fedbilevel as fb
 from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.execution.stacked import StackedExecutor
 from fedbilevel.federation import Federation
-from fedbilevel.solve import Run
+from fedbilevel.runs.run import Run
 
 from ..architecture import names as architecture
 from .test_conformance import NAMES, build, case, check_converges, moved, quadratic, tensors, uneven
@@ -31,13 +31,17 @@ WITHOUT_DRAWS = fb.Environment(local_steps=3)
 POSTING = ("afbo", "afl", "adbo")
 
 
-def on_the_virtual_clock(task: fb.tasks.Task, environment: fb.Environment, **options: Any) -> Federation:
+def on_the_virtual_clock(
+    task: fb.tasks.Task, environment: fb.Environment, **options: Any
+) -> Federation:
     return fb.simulated_federation(task.problem, task.clients, environment, **OPTIONS, **options)
 
 
 def on_threads(task: fb.tasks.Task, environment: fb.Environment, kind: Any) -> Federation:
     """The transport of docs/architecture.md, with its weights and its executor replaced."""
-    fed: Federation = architecture()["on_threads"](task.problem, task.clients, environment, seed=OPTIONS["seed"])
+    fed: Federation = architecture()["on_threads"](
+        task.problem, task.clients, environment, seed=OPTIONS["seed"]
+    )
     sizes = [client.size("train") for client in task.clients]
     fed.assigner.weights = lambda: [size / sum(sizes) for size in sizes]
     fed.transport.executor = kind(task.problem, task.clients, environment.batch_size)  # type: ignore[attr-defined]

@@ -11,17 +11,17 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.localbsg import Begin
-from fedbilevel.algorithms.rounds import LocalHypergradients, storm
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import LocalHypergradients, storm
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Decay, Fraction, Positive, at_least
+from fedbilevel.core.tree import Tree, norm, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Steps
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Decay, Fraction, Positive, at_least
-from fedbilevel.tree import Tree, norm, zeros_like
 
 
 class State(NamedTuple):
@@ -69,14 +69,19 @@ class Descend(LocalHypergradients):
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         x, y, u, v = c.here
         old = self.local_directions(oracle, x, y, batch)
-        x = oracle.project_x(x - self.lr_x * u.map(lambda ui, ai: ui / (ai.sqrt() + self.norm_floor), c.a))
+        x = oracle.project_x(
+            x - self.lr_x * u.map(lambda ui, ai: ui / (ai.sqrt() + self.norm_floor), c.a)
+        )
         y = y - self.lr_y * (v / (c.b + self.norm_floor))
         new = self.local_directions(oracle, x, y, batch)
         u, v = storm(new, (u, v), old, self.momentum_weight)
         return c._replace(here=Point(x, y, u, v))
 
     def finish(self, c: Local) -> dict[str, Any]:
-        return {f"d{name}": here - start for name, here, start in zip("xyuv", c.here, c.start, strict=True)}
+        return {
+            f"d{name}": here - start
+            for name, here, start in zip("xyuv", c.here, c.start, strict=True)
+        }
 
 
 @register("adafbio")

@@ -12,16 +12,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import Once
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import Once
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, NonNegative
+from fedbilevel.core.tree import Tree, dot, zeros_like
 from fedbilevel.federation import Federation, Replies
 from fedbilevel.federation.phase import Message, Number, Phase
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, NonNegative
-from fedbilevel.tree import Tree, dot, zeros_like
 
 
 class State(NamedTuple):
@@ -156,10 +156,19 @@ class SDBO(Algorithm):
 
     def iterate(self, s: State, fed: Federation) -> State:
         if not s.clients:
-            start = {"x": s.x, "y": s.y, "theta": zeros_like(s.x), "b": _empty(s.y), "weight": 1.0, "heard": -1}
+            start = {
+                "x": s.x,
+                "y": s.y,
+                "theta": zeros_like(s.x),
+                "b": _empty(s.y),
+                "weight": 1.0,
+                "heard": -1,
+            }
             s = s._replace(clients=[start] * len(fed), idle=list(range(len(fed))))
         s = self.exchange(s, fed)
-        x = s.x - self.server_lr_x * (_combine(s.lam, s.a) - _total(i["weight"] * i["theta"] for i in s.clients))
+        x = s.x - self.server_lr_x * (
+            _combine(s.lam, s.a) - _total(i["weight"] * i["theta"] for i in s.clients)
+        )
         x, y = fed.problem.project(x), s.y - self.server_lr_y * _combine(s.lam, s.c)
         own = sum(i["weight"] * _values(i["b"], i["y"]) for i in s.clients)
         planes = _values(s.a, x) + own + _values(s.c, y) + s.kappa
@@ -172,7 +181,9 @@ class SDBO(Algorithm):
         return s._replace(t=s.t + 1)
 
     def pulled(self, i: dict[str, Any], x: Tree) -> dict[str, Any]:
-        return i | {"theta": i["theta"] + self.lr_dual_consensus * (i["x"] - x - self.c2 * i["theta"])}
+        return i | {
+            "theta": i["theta"] + self.lr_dual_consensus * (i["x"] - x - self.c2 * i["theta"])
+        }
 
     def exchange(self, s: State, fed: Federation) -> State:
         s, tasks = _tasks(s)
@@ -183,7 +194,10 @@ class SDBO(Algorithm):
         clients = list(s.clients)
         for r in replies:
             i, gx, gy = clients[r.client], r.values["gx"], r.values["gy"]
-            x, y = fed.problem.project(i["x"] - self.lr_x * (gx + i["theta"])), i["y"] - self.lr_y * (gy + i["push"])
+            x, y = (
+                fed.problem.project(i["x"] - self.lr_x * (gx + i["theta"])),
+                i["y"] - self.lr_y * (gy + i["push"]),
+            )
             clients[r.client] = i | {"x": x, "y": y, "weight": r.weight, "heard": s.t}
         return s._replace(clients=clients, idle=s.idle + replies.idle)
 
@@ -195,14 +209,20 @@ class SDBO(Algorithm):
         for kind in [Settle] * (self.plane_steps - 1) + [Cut]:
             r = fed.ask(kind(lr_y=self.lr_y, penalty=self.penalty), asked, y=y, **message)
             asked, gaps = [q.client for q in r], {q.client: q.values["y"] - y for q in r}
-            y = y + self.server_lr_y * _total(q.weight * (phis[q.client] + self.penalty * gaps[q.client]) for q in r)
+            y = y + self.server_lr_y * _total(
+                q.weight * (phis[q.client] + self.penalty * gaps[q.client]) for q in r
+            )
             for j in asked:
                 phis[j] = phis[j] + self.lr_y * gaps[j]
             message = {"each": [{"phi": phis[j]} for j in asked]}
         own = {q.client: 2 * (s.clients[q.client]["y"] - q.values["y"]) for q in r}
         a, b, c = len(r) * r.mean("a"), [own.get(j, zero) for j in range(len(fed))], 2 * (s.y - y)
-        part = sum(i["weight"] * dot(bi, i["y"] - bi / 4) for i, bi in zip(s.clients, b, strict=True))
-        kappa = -dot(a, s.x) - part - dot(c, s.y - c / 4)  # here P = h, and h = (sum_i w_i ||b_i||^2 + ||c||^2) / 4
+        part = sum(
+            i["weight"] * dot(bi, i["y"] - bi / 4) for i, bi in zip(s.clients, b, strict=True)
+        )
+        kappa = (
+            -dot(a, s.x) - part - dot(c, s.y - c / 4)
+        )  # here P = h, and h = (sum_i w_i ||b_i||^2 + ||c||^2) / 4
         kept = s.lam >= self.prune_below
 
         def renew(rows: Tensor, new: Tensor) -> Tensor:
@@ -211,7 +231,11 @@ class SDBO(Algorithm):
         clients = [i | {"b": i["b"].map(renew, bi)} for i, bi in zip(s.clients, b, strict=True)]
         lam = renew(s.lam, torch.zeros_like(kappa))
         return s._replace(
-            a=s.a.map(renew, a), c=s.c.map(renew, c), kappa=renew(s.kappa, kappa), lam=lam, clients=clients
+            a=s.a.map(renew, a),
+            c=s.c.map(renew, c),
+            kappa=renew(s.kappa, kappa),
+            lam=lam,
+            clients=clients,
         )
 
 
@@ -247,7 +271,9 @@ def _tasks(s: State) -> tuple[State, list[dict[str, Tree]]]:
     clients = list(s.clients)
     for j in s.idle:
         clients[j] = clients[j] | {"push": _combine(s.lam, clients[j]["b"])}
-    return s._replace(clients=clients), [{"x": clients[j]["x"], "y": clients[j]["y"]} for j in s.idle]
+    return s._replace(clients=clients), [
+        {"x": clients[j]["x"], "y": clients[j]["y"]} for j in s.idle
+    ]
 
 
 def _empty(like: Tree) -> Tree:

@@ -13,19 +13,19 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import HessianProduct, Hypergradient, UpperGradientY
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import HessianProduct, Hypergradient, UpperGradientY
 from fedbilevel.algorithms.simfbo import DescendMean
-from fedbilevel.environment import Environment
+from fedbilevel.core.linear import neumann_sum, random_product
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, NonNegative, Positive
+from fedbilevel.core.tree import Tree, project, zeros_like
 from fedbilevel.federation import Federation, Replies
+from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
-from fedbilevel.linear import neumann_sum, random_product
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, NonNegative, Positive
-from fedbilevel.tree import Tree, project, zeros_like
 
 
 class Latest(NamedTuple):
@@ -51,7 +51,10 @@ class Latest(NamedTuple):
         sums, heard, said = dict(self.sums), self.heard, dict(self.said)
         for reply in replies:
             new, (_, old) = _trees(reply.values), said.get(reply.client, (0, {}))
-            change = {name: value - old[name].map(Tensor.double) if old else value for name, value in _double(new)}
+            change = {
+                name: value - old[name].map(Tensor.double) if old else value
+                for name, value in _double(new)
+            }
             _add(sums, reply.weight, change)
             heard += 0.0 if old else reply.weight
             said[reply.client] = (now - reply.staleness, new)
@@ -76,7 +79,11 @@ class Latest(NamedTuple):
 
 def _trees(values: Mapping[str, Any]) -> dict[str, Tree]:
     """What a client said, without the ticket that says of which message it is."""
-    return {name: value for name, value in values.items() if isinstance(value, Tree) and name != "ticket"}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tree) and name != "ticket"
+    }
 
 
 def _double(trees: Mapping[str, Tree]) -> list[tuple[str, Tree]]:
@@ -139,7 +146,9 @@ class WorkOnDifferences(Work):
             )
             for name in zero
         }
-        return super().start(m), Base(message, torch.where(known, m.ack, none), m.number + 0 * m.ack)
+        return super().start(m), Base(
+            message, torch.where(known, m.ack, none), m.number + 0 * m.ack
+        )
 
     def step(self, c: Any, oracle: Oracle, batch: Any) -> Any:
         return super().step(c[0], oracle, batch), c[1]
@@ -147,7 +156,8 @@ class WorkOnDifferences(Work):
     def finish(self, c: Any) -> dict[str, Any]:
         h, (message, base, number) = super().finish(c[0]), c[1]
         change = {
-            name: h[name].map(lambda new, old: (new.double() - old).to(new.dtype), message[name]) for name in message
+            name: h[name].map(lambda new, old: (new.double() - old).to(new.dtype), message[name])
+            for name in message
         }
         sent = {name: message[name] + change[name].map(Tensor.double) for name in message}
         return {
@@ -225,7 +235,9 @@ class AFBO(Algorithm):
     radius: Positive = 1000.0
     damping: NonNegative = 0.0
     inner_rounds: Count = 1
-    hypergradient: Literal["linear-system", "neumann", "random-truncation", "printed"] = "linear-system"
+    hypergradient: Literal["linear-system", "neumann", "random-truncation", "printed"] = (
+        "linear-system"
+    )
     neumann_lr: Positive = 0.1
     neumann_steps: Count = 10
     memory: Literal["server", "client"] = "server"
@@ -235,7 +247,9 @@ class AFBO(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.memory == "client" and self.hypergradient != "linear-system":
-            raise ValueError(f"memory is 'client'; hypergradient must be 'linear-system', not {self.hypergradient!r}")
+            raise ValueError(
+                f"memory is 'client'; hypergradient must be 'linear-system', not {self.hypergradient!r}"
+            )
 
     def check(self, problem: Problem, environment: Environment) -> None:
         super().check(problem, environment)
@@ -273,10 +287,16 @@ class AFBO(Algorithm):
         slower = 1 / (1 + latest.age(now)) if self.delay_aware else 1.0
         s = s._replace(y=s.y - slower * self.server_lr_y * latest.mean("hy", s.y))
         if self.hypergradient == "linear-system":
-            s = s._replace(z=project(s.z - slower * self.server_lr_z * latest.mean("hz", s.z), self.radius))
+            s = s._replace(
+                z=project(s.z - slower * self.server_lr_z * latest.mean("hz", s.z), self.radius)
+            )
         if s.inner < self.inner_rounds:
             return s
-        h = latest.mean("hx", s.x) if self.hypergradient == "linear-system" else self.estimate(s, fed)
+        h = (
+            latest.mean("hx", s.x)
+            if self.hypergradient == "linear-system"
+            else self.estimate(s, fed)
+        )
         return s._replace(x=fed.problem.project(s.x - slower * self.server_lr_x * h), inner=0)
 
     def work(self, kind: type[Work]) -> Work:

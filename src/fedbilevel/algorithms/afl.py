@@ -10,17 +10,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import own_hypergradient
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import own_hypergradient
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, Positive
+from fedbilevel.core.tree import Tree, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, Positive
-from fedbilevel.tree import Tree, zeros_like
 
 NOTHING: Any = ({}, 0.0, {})
 
@@ -116,8 +116,13 @@ class AFL(Algorithm):
         fed.post(work, s.idle if s.begun else range(len(fed)), x=s.x, y=s.y)
         r = fed.collect()
         latest = Latest(*s.latest).renew(r, fed.iteration)
-        s = s._replace(latest=tuple(latest) if self.variant == "cs" else NOTHING, idle=r.idle, begun=True)
+        s = s._replace(
+            latest=tuple(latest) if self.variant == "cs" else NOTHING, idle=r.idle, begun=True
+        )
         if not latest.heard:
             return s
-        x, y = s.x - self.server_lr_x * latest.mean("hx", s.x), s.y - self.server_lr_y * latest.mean("hy", s.y)
+        x, y = (
+            s.x - self.server_lr_x * latest.mean("hx", s.x),
+            s.y - self.server_lr_y * latest.mean("hy", s.y),
+        )
         return s._replace(x=fed.problem.project(x), y=y)

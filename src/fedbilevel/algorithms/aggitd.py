@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import (
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import (
     HessianProduct,
     Hypergradient,
     LowerGradient,
@@ -20,12 +20,12 @@ from fedbilevel.algorithms.rounds import (
     UpperGradientY,
     UpperRound,
 )
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, Positive, StepsOrEpochs
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, Positive, StepsOrEpochs
-from fedbilevel.tree import Tree
 
 
 class State(NamedTuple):
@@ -43,7 +43,10 @@ class GradientAndStart(Once):
 
     def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
         x, y = m["x"], m["y"]
-        return {"q": oracle.lower_gradient_y(x, y, batch), "v": oracle.upper_gradient_y(x, y, batch)}
+        return {
+            "q": oracle.lower_gradient_y(x, y, batch),
+            "v": oracle.upper_gradient_y(x, y, batch),
+        }
 
 
 class GradientAndProduct(Once):
@@ -93,7 +96,9 @@ class AggITD(Algorithm):
     def iterate(self, s: State, fed: Federation) -> State:
         N, lam, x, y = self.inner_rounds, self.neumann_lr, s.x, s.y
         S, Q = fed.sample(), fed.draw(N + 1)
-        lower_round = LowerRound(lr_y=self.lr_y, lower=self.lower, steps=self.lower_steps or "local")
+        lower_round = LowerRound(
+            lr_y=self.lr_y, lower=self.lower, steps=self.lower_steps or "local"
+        )
         upper_round = UpperRound(lr_x=self.lr_x, steps=self.upper_steps or "local")
         for t in range(N):
             if t < Q:

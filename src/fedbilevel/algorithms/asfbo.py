@@ -10,16 +10,16 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import storm
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import storm
+from fedbilevel.core.oracle import Directions, Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Bounds, Decay, Fraction, NonNegative, Positive
+from fedbilevel.core.tree import Tree, norm, project, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
-from fedbilevel.oracle import Directions, Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Bounds, Decay, Fraction, NonNegative, Positive
-from fedbilevel.tree import Tree, norm, project, zeros_like
 
 
 class State(NamedTuple):
@@ -76,7 +76,11 @@ class Descend(Phase):
         """m_k = beta d(new point) + (1 - beta) m_{k-1} (eq. 20)."""
         beta = self.momentum_weight
         d = oracle.directions(*c.now, batch, self.damping)
-        return self.move(c, Directions(*(beta * new + (1 - beta) * m for new, m in zip(d, c.m, strict=True))), oracle)
+        return self.move(
+            c,
+            Directions(*(beta * new + (1 - beta) * m for new, m in zip(d, c.m, strict=True))),
+            oracle,
+        )
 
     def move(self, c: Local, m: Directions, oracle: Oracle) -> Local:
         """var <- var - lr_var m (eq. 19), q <- q + m (eq. 22)."""
@@ -151,11 +155,17 @@ class ASFBO(Algorithm):
     def iterate(self, s: State, fed: Federation) -> State:
         r = fed.ask(self.descend(), fed.sample(), x=s.x, y=s.y, z=s.z)
         rho, hx, hy, hz = r.mean("steps"), r.mean("hx"), r.mean("hy"), r.mean("hz")
-        sx, sy, sz = self.running_norm(s.sx, hx), self.running_norm(s.sy, hy), self.running_norm(s.sz, hz)
+        sx, sy, sz = (
+            self.running_norm(s.sx, hx),
+            self.running_norm(s.sy, hy),
+            self.running_norm(s.sz, hz),
+        )
         z = s.z - rho * self.adapted(self.server_lr_z, sz, self.server_lr_z_bounds) * hz
         fed.record(projection_active=norm(z) > self.radius)
         return State(
-            x=fed.problem.project(s.x - rho * self.adapted(self.server_lr_x, sx, self.server_lr_x_bounds) * hx),
+            x=fed.problem.project(
+                s.x - rho * self.adapted(self.server_lr_x, sx, self.server_lr_x_bounds) * hx
+            ),
             y=s.y - rho * self.adapted(self.server_lr_y, sy, self.server_lr_y_bounds) * hy,
             z=project(z, self.radius),
             sx=sx,

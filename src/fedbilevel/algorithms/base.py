@@ -6,11 +6,11 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, Protocol, Self
 
-from fedbilevel import schedules, settings
-from fedbilevel.environment import Environment
+from fedbilevel.core import schedules, settings
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.problem import Problem
-from fedbilevel.tree import Tree
+from fedbilevel.federation.environment import Environment
 
 
 class State(Protocol):
@@ -53,9 +53,13 @@ class Algorithm(ABC):
                 f"{self.name} is for a {self.lower_levels[0]} lower level; this problem's is {problem.lower_level}"
             )
         if environment.submodels and not self.submodels:
-            raise ValueError(f"capacity is {environment.capacity}, but {self.name} trains whole models; it must be 1")
+            raise ValueError(
+                f"capacity is {environment.capacity}, but {self.name} trains whole models; it must be 1"
+            )
         if environment.submodels and not problem.axes:
-            raise ValueError(f"capacity is {environment.capacity}, but this problem names no axes to cut; it must be 1")
+            raise ValueError(
+                f"capacity is {environment.capacity}, but this problem names no axes to cut; it must be 1"
+            )
 
     @abstractmethod
     def init(self, problem: Problem) -> Any:

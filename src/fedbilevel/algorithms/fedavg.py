@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.registry import register
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, Positive
+from fedbilevel.core.tree import Tree, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, Positive
-from fedbilevel.tree import Tree, zeros_like
 
 Gradients = Callable[[Tree, Tree], tuple[Tree, Tree]]
 

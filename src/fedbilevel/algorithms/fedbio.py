@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import storm
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import storm
+from fedbilevel.core.oracle import Directions, Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Fraction, Positive
+from fedbilevel.core.tree import Tree, project, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
-from fedbilevel.oracle import Directions, Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Fraction, Positive
-from fedbilevel.tree import Tree, project, zeros_like
 
 
 class State(NamedTuple):
@@ -61,7 +61,10 @@ class Descend(Phase):
         )
 
     def finish(self, c: Local) -> dict[str, Any]:
-        return {f"d{name}": here - start for name, here, start in zip("xyz", c.here, c.start, strict=True)}
+        return {
+            f"d{name}": here - start
+            for name, here, start in zip("xyz", c.here, c.start, strict=True)
+        }
 
 
 @register("fedbio")
@@ -93,7 +96,9 @@ class FedBiO(Algorithm):
     def iterate(self, s: State, fed: Federation) -> State:
         descend = Descend(lr_x=self.lr_x, lr_y=self.lr_y, lr_z=self.lr_z, radius=self.radius)
         r = fed.ask(descend, fed.sample(), x=s.x, y=s.y, z=s.z)
-        return State(fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"), s.z + r.mean("dz"))
+        return State(
+            fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"), s.z + r.mean("dz")
+        )
 
 
 class AccState(NamedTuple):
@@ -159,7 +164,9 @@ class DescendStorm(Descend):
         return self.first(c._replace(m=m), oracle, batch)
 
     def finish(self, c: Any) -> dict[str, Any]:
-        moved = {f"d{name}": now - start for name, now, start in zip("xyz", c.now, c.start, strict=True)}
+        moved = {
+            f"d{name}": now - start for name, now, start in zip("xyz", c.now, c.start, strict=True)
+        }
         kept = {"before": c.before._asdict(), "m": c.m._asdict(), "sent": c.sent._asdict()}
         return {**moved, "memory": kept}
 
@@ -176,9 +183,16 @@ class Renew(Phase):
 
     def start(self, m: Message) -> Any:
         kept = m.memory
-        return State(m.x, m.y, m.z), State(**kept["before"]), Directions(**kept["m"]), Directions(**kept["sent"])
+        return (
+            State(m.x, m.y, m.z),
+            State(**kept["before"]),
+            Directions(**kept["m"]),
+            Directions(**kept["sent"]),
+        )
 
-    def step(self, c: tuple[State, State, Directions, Directions], oracle: Oracle, batch: Batch) -> Any:
+    def step(
+        self, c: tuple[State, State, Directions, Directions], oracle: Oracle, batch: Batch
+    ) -> Any:
         here, before, m, sent = c
         new, old = (oracle.directions(*point, batch) for point in (here, before))
         renewed = storm(new, m, old, self.momentum_weight)
@@ -225,6 +239,12 @@ class FedBiOAcc(FedBiO):
         )
         r = fed.ask(descend, S, x=s.x, y=s.y, z=s.z, mx=s.mx, my=s.my, mz=s.mz)
         x, y, z = fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"), s.z + r.mean("dz")
-        r = fed.ask(Renew(momentum_weight=self.momentum_weight), [reply.client for reply in r], x=x, y=y, z=z)
+        r = fed.ask(
+            Renew(momentum_weight=self.momentum_weight),
+            [reply.client for reply in r],
+            x=x,
+            y=y,
+            z=z,
+        )
         mx, my, mz = s.mx + r.mean("dmx"), s.my + r.mean("dmy"), s.mz + r.mean("dmz")
         return AccState(x, y, z, mx, my, mz, begun=True)

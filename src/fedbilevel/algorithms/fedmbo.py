@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import (
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import (
     Episodes,
     HessianProduct,
     Hypergradient,
@@ -19,13 +19,13 @@ from fedbilevel.algorithms.rounds import (
     random_hypergradient,
     settle,
 )
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, Positive
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Number
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, Positive
-from fedbilevel.tree import Tree
 
 
 class State(NamedTuple):
@@ -113,7 +113,9 @@ class FedMBO(Algorithm):
             busy = [j for j in r if lengths[j] >= k]
             if busy:
                 each = [{"v": r[j]} for j in busy]
-                for reply in fed.ask(ChainProduct(), self.anyone(fed, len(busy)), x=x, y=y, each=each):
+                for reply in fed.ask(
+                    ChainProduct(), self.anyone(fed, len(busy)), x=x, y=y, each=each
+                ):
                     j = busy[reply.position]
                     r[j] = r[j] - lam * reply.weight * reply.values["hv"]
         each = [{"p": chain} for chain in r.values()]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import (
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import (
     HessianProduct,
     Hypergradient,
     LowerGradient,
@@ -22,14 +22,14 @@ from fedbilevel.algorithms.rounds import (
     Walk,
     own_hypergradient,
 )
+from fedbilevel.core.linear import neumann_sum, random_product
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, Positive, StepsOrEpochs
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase
-from fedbilevel.linear import neumann_sum, random_product
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, Positive, StepsOrEpochs
-from fedbilevel.tree import Tree
 
 
 class State(NamedTuple):
@@ -164,7 +164,11 @@ class FedNest(_Nested):
         private, p = dict.fromkeys(S, v), v
         for k in range(1, self.neumann_steps + 1):
             r = fed.ask(
-                PrivatePower(neumann_lr=self.neumann_lr, full=True), S, x=x, y=y, each=[{"c": private[i]} for i in S]
+                PrivatePower(neumann_lr=self.neumann_lr, full=True),
+                S,
+                x=x,
+                y=y,
+                each=[{"c": private[i]} for i in S],
             )
             private |= {reply.client: reply.values["c"] for reply in r}
             p = p + r.mean("c") / k

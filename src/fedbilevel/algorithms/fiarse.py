@@ -12,20 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, Training, TrainOnEpisodes
 from fedbilevel.algorithms.heterofl import HeteroFL
-from fedbilevel.algorithms.submodel import budget, cut, held_mean, magnitudes, maskable
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared_submodels import budget, cut, held_mean, magnitudes, maskable
+from fedbilevel.core.submodels import Submodel
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.submodels import Submodel
-from fedbilevel.tree import Tree
 
 
 def slope(w: Tensor, threshold: Tensor) -> Tensor:
     """The factor of a weight's gradient: 1 + 2 thr |w| / (|w| + thr)^2 where it is kept, 0 where it is not."""
     size = w.abs()
     least = torch.finfo(w.dtype).tiny  # 0 / 0 is 0
-    return (size >= threshold) * (1 + 2 * threshold * size / (size + threshold).square().clamp(min=least))
+    return (size >= threshold) * (
+        1 + 2 * threshold * size / (size + threshold).square().clamp(min=least)
+    )
 
 
 class ThresholdTraining(Training):
@@ -39,7 +41,9 @@ class ThresholdTraining(Training):
     def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
         by_x = x.map(slope, part["x"])
         by_y = y.map(slope, part["y"])
-        d_x, d_y = gradients(*(w.map(lambda w, by: w * (by > 0), by) for w, by in ((x, by_x), (y, by_y))))
+        d_x, d_y = gradients(
+            *(w.map(lambda w, by: w * (by > 0), by) for w, by in ((x, by_x), (y, by_y)))
+        )
         x = x - self.lr_x * d_x.map(torch.mul, by_x)
         return x, y - self.lr_y * d_y.map(torch.mul, by_y)
 
@@ -85,18 +89,26 @@ class FIARSE(FedAvg):
         each = [{"part": thresholds} for thresholds in self.thresholds(s, fed, S)]
         r = fed.ask(self.phase(fed), S, x=s.x, y=s.y, each=each)
         dx, dy = (
-            held_mean(fed, r, name, [reply.values[name].map(lambda t: t != 0) for reply in r]) for name in ("dx", "dy")
+            held_mean(fed, r, name, [reply.values[name].map(lambda t: t != 0) for reply in r])
+            for name in ("dx", "dy")
         )
         return self.move(s, dx, dy, fed)
 
-    def thresholds(self, s: State, fed: Federation, S: Sequence[int]) -> list[dict[str, dict[str, float]]]:
+    def thresholds(
+        self, s: State, fed: Federation, S: Sequence[int]
+    ) -> list[dict[str, dict[str, float]]]:
         """thr_i for each tensor of x and of y; 0 for those that are not masked."""
         w = maskable(fed.problem, s.x, s.y)
         sizes, each = magnitudes(w).sort(descending=True).values, []
         for ratios in fed.environment.capacities(S):
             count = budget(w, s.x, ratios)
             least = float(sizes[count - 1]) if count < len(sizes) else 0.0
-            each.append({k: {n: least if n in w else 0.0 for n in tree} for k, tree in (("x", s.x), ("y", s.y))})
+            each.append(
+                {
+                    k: {n: least if n in w else 0.0 for n in tree}
+                    for k, tree in (("x", s.x), ("y", s.y))
+                }
+            )
         return each
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.fedavg import FedAvg, State
-from fedbilevel.algorithms.submodel import cut
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared_submodels import cut
+from fedbilevel.core.submodels import Submodel
 from fedbilevel.federation import Federation
-from fedbilevel.submodels import Submodel
 
 
 @register("static")

@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import LocalHypergradients, storm
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import LocalHypergradients, storm
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Fraction, Positive, at_least
+from fedbilevel.core.tree import Tree, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Steps
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Fraction, Positive, at_least
-from fedbilevel.tree import Tree, zeros_like
 
 
 class State(NamedTuple):
@@ -85,7 +85,10 @@ class Descend(LocalHypergradients):
         return c._replace(here=Point(oracle.project_x(x - self.lr_x * u), y - self.lr_y * v, u, v))
 
     def finish(self, c: Local) -> dict[str, Any]:
-        return {f"d{name}": here - start for name, here, start in zip("xyuv", c.here, c.start, strict=True)}
+        return {
+            f"d{name}": here - start
+            for name, here, start in zip("xyuv", c.here, c.start, strict=True)
+        }
 
 
 @register("localbsgm")

@@ -11,15 +11,15 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 from torch.func import grad
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import Episodes
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import Episodes
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, Positive
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, Positive
-from fedbilevel.tree import Tree
 
 
 class State(NamedTuple):
@@ -49,7 +49,9 @@ class Adapt(Episodes):
         if self.first_order:
             d_x, d_y = oracle.upper_gradients(*adapted(x, y), batch)
         else:
-            oracle.gradients += 1 + 2 * self.inner_steps  # the way back: grad f, and a Hessian product an inner step
+            oracle.gradients += (
+                1 + 2 * self.inner_steps
+            )  # the way back: grad f, and a Hessian product an inner step
             d_x, d_y = grad(outer, argnums=(0, 1))(x, y)
         return {"dx": d_x, "dy": d_y}
 
@@ -85,6 +87,10 @@ class MAML(Algorithm):
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
-        adapt = Adapt(inner_lr=self.inner_lr, inner_steps=self.inner_steps, first_order=self.first_order)
+        adapt = Adapt(
+            inner_lr=self.inner_lr, inner_steps=self.inner_steps, first_order=self.first_order
+        )
         r = fed.ask(adapt, fed.sample(), x=s.x, y=s.y)
-        return State(fed.problem.project(s.x - self.lr_x * r.mean("dx")), s.y - self.lr_y * r.mean("dy"))
+        return State(
+            fed.problem.project(s.x - self.lr_x * r.mean("dx")), s.y - self.lr_y * r.mean("dy")
+        )

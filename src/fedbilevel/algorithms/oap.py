@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, Training, TrainOnEpisodes
 from fedbilevel.algorithms.heterofl import HeteroFL
-from fedbilevel.algorithms.submodel import budget, held_mean, magnitudes, maskable
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared_submodels import budget, held_mean, magnitudes, maskable
+from fedbilevel.core.settings import Fraction
+from fedbilevel.core.submodels import Pick, Submodel, choose, importance
+from fedbilevel.core.tree import Tree, unflatten
 from fedbilevel.federation import Federation
-from fedbilevel.settings import Fraction
-from fedbilevel.submodels import Pick, Submodel, choose, importance
-from fedbilevel.tree import Tree, unflatten
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -100,14 +100,21 @@ class OAP(FedAvg):
     def masks(self, s: State, fed: Federation, S: Sequence[int]) -> list[dict[str, Tree]]:
         """m_i for x and for y."""
         w, each = maskable(fed.problem, s.x, s.y), []
-        everything = {name: torch.ones_like(t, dtype=torch.bool) for name, t in {**s.x, **s.y}.items()}
+        everything = {
+            name: torch.ones_like(t, dtype=torch.bool) for name, t in {**s.x, **s.y}.items()
+        }
         order = magnitudes(w).argsort(descending=True, stable=True)
         pick = deal(lambda axis, total, count, group: order[:count], self.core, fed.iteration)
         for place, ratios in enumerate(fed.environment.capacities(S)):
             held = torch.zeros_like(order, dtype=torch.bool)
             held[pick("", len(order), min(budget(w, s.x, ratios), len(order)), place)] = True
             mask = {**everything, **unflatten(held, w)}
-            each.append({"x": Tree({name: mask[name] for name in s.x}), "y": Tree({name: mask[name] for name in s.y})})
+            each.append(
+                {
+                    "x": Tree({name: mask[name] for name in s.x}),
+                    "y": Tree({name: mask[name] for name in s.y}),
+                }
+            )
         return each
 
 

@@ -11,15 +11,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import Episodes
-from fedbilevel.environment import Environment
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import Episodes
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.schedules import Step
-from fedbilevel.tree import Tree
+from fedbilevel.federation.environment import Environment
 
 
 class State(NamedTuple):
@@ -36,7 +36,9 @@ def prototype_loss(support: Any, query: Any) -> Tensor:
     for side in (support, query):
         if not isinstance(side, dict) or not {"features", "labels"} <= side.keys():
             got = f"dict with {', '.join(side)}" if isinstance(side, dict) else type(side).__name__
-            raise ValueError(f"embed returned a {got}; protonet needs a dict with 'features' and 'labels'")
+            raise ValueError(
+                f"embed returned a {got}; protonet needs a dict with 'features' and 'labels'"
+            )
     same = (support["labels"][:, None] == support["labels"]).to(support["features"])
     means, counts = same @ support["features"].flatten(1) / same.sum(1, keepdim=True), same.sum(1)
     scores = 2 * query["features"].flatten(1) @ means.T - means.square().sum(1) - counts.log()

@@ -8,20 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
-from fedbilevel.algorithms.rounds import Episodes, LowerRound, Once, own_hypergradient, settle
-from fedbilevel.algorithms.submodel import Policy, check_policy, cut
-from fedbilevel.environment import Environment
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import Episodes, LowerRound, Once, own_hypergradient, settle
+from fedbilevel.algorithms.shared_submodels import Policy, check_policy, cut
+from fedbilevel.core.linear import directional, neumann_sum
+from fedbilevel.core.oracle import AnyBatch, Embedded, Oracle
+from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.rng import fold_in, normal
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Count, Positive, StepsOrEpochs, at_least, epochs
+from fedbilevel.core.tree import Tree, dot, flatten, norm, project, unflatten, zeros_like
 from fedbilevel.federation import Federation
+from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Number, Phase, Steps
-from fedbilevel.linear import directional, neumann_sum
-from fedbilevel.oracle import AnyBatch, Embedded, Oracle
-from fedbilevel.problem import Batch, Problem
-from fedbilevel.rng import fold_in, normal
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Count, Positive, StepsOrEpochs, at_least, epochs
-from fedbilevel.tree import Tree, dot, flatten, norm, project, unflatten, zeros_like
 
 
 class State(NamedTuple):
@@ -50,7 +50,9 @@ class Exact(Phase):
         """H_i, with the client's own Hessian."""
         return own_hypergradient(oracle, x, y, batch, self.neumann_steps, self.neumann_lr)
 
-    def global_directions(self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
+    def global_directions(
+        self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch
+    ) -> tuple[Tree, Tree]:
         """d_x = grad_x f_i - d2xy g_i z and d_z = d2yy g_i z - grad_y f_i."""
         d_z = oracle.hessian_product(x, y, z, batch) - oracle.upper_gradient_y(x, y, batch)
         return oracle.hypergradient(x, y, z, batch), d_z
@@ -73,7 +75,9 @@ class GlobalDirections(Exact, Once):
     reply: ClassVar = {"dx": "x", "dz": "y"}
 
     def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
-        d_x, d_z = self.global_directions(oracle, m["x"], m["y"], m["z"], oracle.embed(m["x"], batch))
+        d_x, d_z = self.global_directions(
+            oracle, m["x"], m["y"], m["z"], oracle.embed(m["x"], batch)
+        )
         return {"dx": d_x, "dz": d_z}
 
 
@@ -140,7 +144,9 @@ class RABO(Algorithm):
 
     def check(self, problem: Problem, environment: Environment) -> None:
         super().check(problem, environment)
-        if problem.lower_level == "private" and (self.hypergradient == "global" or self.lower_steps is None):
+        if problem.lower_level == "private" and (
+            self.hypergradient == "global" or self.lower_steps is None
+        ):
             key = "hypergradient" if self.hypergradient == "global" else "lower_steps"
             raise ValueError(
                 f"{key} is {getattr(self, key)!r}; with a private lower level, as here, every episode has its own: "
@@ -156,7 +162,9 @@ class RABO(Algorithm):
         parts = cut(fed, S, s.x, s.y, self.policy, self.segments)
         if fed.problem.lower_level == "private":
             r = fed.ask(self.episodes(), S, submodels=parts, x=s.x, y=s.y)
-            return State(self.descend(s.x, r.coverage_mean("h"), fed), s.y + r.coverage_mean("dy"), s.z)
+            return State(
+                self.descend(s.x, r.coverage_mean("h"), fed), s.y + r.coverage_mean("dy"), s.z
+            )
         lower = Lower(lr_y=self.lr_y, steps=self.lower_steps or "local")
         y = s.y + fed.ask(lower, S, submodels=parts, x=s.x, y=s.y).coverage_mean("dy")
         if self.hypergradient == "local":
@@ -211,7 +219,9 @@ class Differences(Exact):
             h = h + e * (dot(response(x + e * width) - y_n, v) / (width * self.directions))
         return h
 
-    def global_directions(self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
+    def global_directions(
+        self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch
+    ) -> tuple[Tree, Tree]:
         product = directional(lambda y: oracle.lower_gradient_y(x, y, batch), y, self.width)
         d_z = product(z) - oracle.upper_gradient_y(x, y, batch)
         return oracle.difference_hypergradient(x, y, z, batch, self.width), d_z
@@ -264,7 +274,9 @@ class RAFBO(RABO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hypergradient == "global" and self.estimator != "directional":
-            raise ValueError(f"estimator is {self.estimator!r}; with hypergradient 'global' it must be 'directional'")
+            raise ValueError(
+                f"estimator is {self.estimator!r}; with hypergradient 'global' it must be 'directional'"
+            )
 
     def estimates(self) -> dict[str, Any]:
         own = {"estimator": self.estimator, "directions": self.directions, "width": self.width}

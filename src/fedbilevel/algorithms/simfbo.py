@@ -10,15 +10,15 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.registry import register
+from fedbilevel.core.oracle import Directions, Oracle
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import NonNegative, Positive
+from fedbilevel.core.tree import Tree, norm, project, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
-from fedbilevel.oracle import Directions, Oracle
-from fedbilevel.problem import Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import NonNegative, Positive
-from fedbilevel.tree import Tree, norm, project, zeros_like
 
 
 class State(NamedTuple):
@@ -56,7 +56,9 @@ class Descend(Phase):
         return 3 if self.independent_batches else 1
 
     def start(self, m: Message) -> Local:
-        return Local(m.x, m.y, m.z, Directions(zeros_like(m.x), zeros_like(m.y), zeros_like(m.z)), m.steps)
+        return Local(
+            m.x, m.y, m.z, Directions(zeros_like(m.x), zeros_like(m.y), zeros_like(m.z)), m.steps
+        )
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         d = self.directions(c, oracle, batch)

@@ -8,19 +8,19 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms import register
 from fedbilevel.algorithms.afbo import Latest
 from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared_submodels import cut
 from fedbilevel.algorithms.simfbo import Local
-from fedbilevel.algorithms.submodel import cut
-from fedbilevel.environment import Environment
+from fedbilevel.core.oracle import Directions, Oracle
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.schedules import Step
+from fedbilevel.core.settings import Fraction, NonNegative, Positive
+from fedbilevel.core.tree import Tree, norm, project, zeros_like
 from fedbilevel.federation import Federation
+from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Message, Phase, Steps
-from fedbilevel.oracle import Directions, Oracle
-from fedbilevel.problem import Problem
-from fedbilevel.schedules import Step
-from fedbilevel.settings import Fraction, NonNegative, Positive
-from fedbilevel.tree import Tree, norm, project, zeros_like
 
 FLOOR = 1e-6  # of the mean eigenvalue, added to all: what is far below it is rounding
 Policy = Literal["static", "rolling", "importance"]

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedbilevel import __version__, checks
+from fedbilevel import __version__, configure_process
+from fedbilevel.core import checks
 
 app = typer.Typer(
     name="fedbilevel",
@@ -23,23 +24,46 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Name = Annotated[str, typer.Argument(help="A shipped experiment (see `fedbilevel list experiments`) or a TOML file.")]
-Set = Annotated[list[str], typer.Option("--set", help="key=value with a dotted key, e.g. algorithm.lr_x=0.05.")]
-DataDir = Annotated[Path | None, typer.Option(help="Where the data sets are (else $FEDBILEVEL_DATA, then the cache).")]
+Name = Annotated[
+    str,
+    typer.Argument(help="A shipped experiment (see `fedbilevel list experiments`) or a TOML file."),
+]
+Set = Annotated[
+    list[str], typer.Option("--set", help="key=value with a dotted key, e.g. algorithm.lr_x=0.05.")
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Where the data sets are (else $FEDBILEVEL_DATA, then the cache)."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Smoke = Annotated[bool, typer.Option(help="2 rounds, 2 clients, 32 samples, embedded data: does it run at all?")]
+Smoke = Annotated[
+    bool, typer.Option(help="2 rounds, 2 clients, 32 samples, embedded data: does it run at all?")
+]
 Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds.")]
 TaskName = Annotated[str | None, typer.Option(help="Another task, by name or as module:function.")]
 DataName = Annotated[str | None, typer.Option(help="Another data set.")]
-Seed = Annotated[int | None, typer.Option(help="Of the partition, the initial point and every draw.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Of the partition, the initial point and every draw.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
-Methods = Annotated[str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")]
+Methods = Annotated[
+    str | None, typer.Option(help="Comma-separated; the experiment's own list by default.")
+]
 Clients = Annotated[int | None, typer.Option(min=1, help="How many clients the federation has.")]
-Keys = Annotated[Path | None, typer.Option(help="A folder made by `fedbilevel keys`: encryption, and keys for nodes.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Not encrypted, no keys, also outside this machine.")]
-AllOut = Annotated[Path | None, typer.Option(help="The folder of all runs; a new one below runs/ by default.")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at the same time; one a core by default.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option(help="A folder made by `fedbilevel keys`: encryption, and keys for nodes."),
+]
+Plain = Annotated[
+    bool, typer.Option("--plain", help="Not encrypted, no keys, also outside this machine.")
+]
+AllOut = Annotated[
+    Path | None, typer.Option(help="The folder of all runs; a new one below runs/ by default.")
+]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Runs at the same time; one a core by default.")
+]
 
 
 def _overrides(**given: Any) -> dict[str, Any]:
@@ -47,17 +71,23 @@ def _overrides(**given: Any) -> dict[str, Any]:
     return {names.get(key, key): value for key, value in given.items() if value is not None}
 
 
-@app.command(epilog="Example: fedbilevel run digits --algorithm la-asfbo --set algorithm.lr_x=0.02 --out runs/first")
+@app.command(
+    epilog="Example: fedbilevel run digits --algorithm la-asfbo --set algorithm.lr_x=0.02 --out runs/first"
+)
 def run(
     experiment: Name,
-    algorithm: Annotated[str | None, typer.Option(help="Which method (see `fedbilevel list algorithms`).")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="Which method (see `fedbilevel list algorithms`).")
+    ] = None,
     task: TaskName = None,
     data: DataName = None,
     rounds: Rounds = None,
     seed: Seed = None,
     device: Device = None,
     set_: Set = [],  # noqa: B006  (typer wants it)
-    out: Annotated[Path | None, typer.Option(help="The run's folder; a new one below runs/ by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; a new one below runs/ by default.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     smoke: Smoke = False,
     data_dir: DataDir = None,
@@ -66,7 +96,9 @@ def run(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Log to the run's folder for TensorBoard.")
     ] = False,
-    mlflow: Annotated[bool, typer.Option("--mlflow", help="Log to MLflow's tracking store.")] = False,
+    mlflow: Annotated[
+        bool, typer.Option("--mlflow", help="Log to MLflow's tracking store.")
+    ] = False,
     federation: Annotated[
         str,
         typer.Option(
@@ -74,16 +106,18 @@ def run(
         ),
     ] = "simulated",
     clients: Clients = None,
-    stock: Annotated[bool, typer.Option("--stock", help="flower: stock SuperNodes instead of warm nodes.")] = False,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="flower: stock SuperNodes instead of warm nodes.")
+    ] = False,
     keys: Keys = None,
 ) -> None:
     """Run one experiment with one method; the folder holds its config, metrics, checkpoint and summary."""
-    from fedbilevel import ranks
     from fedbilevel.cli.progress import Progress
     from fedbilevel.cli.track import trackers
-    from fedbilevel.runs import config as configs
-    from fedbilevel.runs.record import Recorder
-    from fedbilevel.runs.runner import prepare
+    from fedbilevel.core import ranks
+    from fedbilevel.experiments import config as configs
+    from fedbilevel.experiments.runner import prepare
+    from fedbilevel.runs.recorder import Recorder
 
     ranks.start()
     if ranks.rank():  # the first one speaks for all
@@ -96,7 +130,12 @@ def run(
 
     def resolve(changes: dict[str, Any]) -> configs.Config:
         return configs.resolve(
-            place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes}, smoke=smoke
+            place,
+            table,
+            algorithm=algorithm,
+            settings=set_,
+            overrides={**overrides, **changes},
+            smoke=smoke,
         )
 
     _check_federation(federation, stock, keys)
@@ -104,7 +143,9 @@ def run(
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = ranks.first(lambda: out or _fresh(Path("runs", title.replace(" ", "-"))))
     if federation == "flower":
-        summary = _run_flower(config, title, folder, clients, resume, data_dir, quiet or json_, stock, keys)
+        summary = _run_flower(
+            config, title, folder, clients, resume, data_dir, quiet or json_, stock, keys
+        )
         _finish(summary, folder, quiet, json_)
     if federation == "ray":
         from fedbilevel.cli.federation import simulate
@@ -112,7 +153,9 @@ def run(
         _finish(simulate(config, folder, resume, data_dir), folder, quiet, json_)
     with ranks.together():
         prepared = prepare(config, data_dir)
-        recorder = Recorder(prepared, folder, config.table, resume, config.experiment.checkpoint_every)
+        recorder = Recorder(
+            prepared, folder, config.table, resume, config.experiment.checkpoint_every
+        )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: prepared.stop())
     with (
@@ -127,7 +170,7 @@ def run(
 
 def _check_federation(federation: str, stock: bool, keys: Path | None) -> None:
     """Refuse a federation that does not exist, or that the other options or torchrun rule out."""
-    from fedbilevel import ranks
+    from fedbilevel.core import ranks
 
     checks.one_of("federation", federation, ("simulated", "flower", "ray"))
     if federation != "simulated" and ranks.size() > 1:
@@ -149,7 +192,9 @@ def _with_clients(resolve: Callable[[dict[str, Any]], Any], clients: int | None)
     config = resolve({})
     if clients is None:
         return config
-    section = next((name for name in ("data", "task") if "clients" in config.table.get(name, {})), None)
+    section = next(
+        (name for name in ("data", "task") if "clients" in config.table.get(name, {})), None
+    )
     changes: dict[str, Any] = {f"{section}.clients": clients} if section else {}
     taking_part = config.environment.participation
     if isinstance(taking_part, int) and taking_part > clients:
@@ -192,20 +237,31 @@ def _run_flower(
     )
 
 
-@app.command("serve", epilog="Example: fedbilevel serve digits --clients 3 --host 0.0.0.0 --keys keys --out runs/real")
+@app.command(
+    "serve",
+    epilog="Example: fedbilevel serve digits --clients 3 --host 0.0.0.0 --keys keys --out runs/real",
+)
 def serve_(
     experiment: Name,
     clients: Clients = None,
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the SuperLink.")] = 8000,
     keys: Keys = None,
     plain: Plain = False,
-    algorithm: Annotated[str | None, typer.Option(help="Which method (see `fedbilevel list algorithms`).")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="Which method (see `fedbilevel list algorithms`).")
+    ] = None,
     rounds: Rounds = None,
     seed: Seed = None,
     set_: Set = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option(help="The run's folder; a new one below runs/ by default.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; a new one below runs/ by default.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")
+    ] = False,
     data_dir: DataDir = None,
     quiet: Quiet = False,
     json_: Json = False,
@@ -213,39 +269,52 @@ def serve_(
     """Run an experiment with clients on other machines: a Flower SuperLink with our server on it."""
     from fedbilevel.cli.federation import serve
     from fedbilevel.deploy.flower.deployment import LOOPBACK, Deployment, check_plain
-    from fedbilevel.runs import config as configs
+    from fedbilevel.experiments import config as configs
 
     check_plain(host, keys is not None, plain)
     place, table = configs.read(experiment)
     overrides = _overrides(rounds=rounds, seed=seed)
 
     def resolve(changes: dict[str, Any]) -> configs.Config:
-        return configs.resolve(place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes})
+        return configs.resolve(
+            place, table, algorithm=algorithm, settings=set_, overrides={**overrides, **changes}
+        )
 
     config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
     folder = out or _fresh(Path("runs", title.replace(" ", "-")))
     if host not in LOOPBACK:
         logging.getLogger("fedbilevel").warning(
-            "whoever reaches port %d can submit code to this SuperLink: keep it behind a proxy (docs/deploy.md)", port
+            "whoever reaches port %d can submit code to this SuperLink: keep it behind a proxy (docs/deploy.md)",
+            port,
         )
     site = Deployment(host, port, keys)
     parts = {"resume": resume, "data_dir": data_dir, "quiet": quiet or json_}
     _finish(serve(config, title, folder, site=site, clients=clients, **parts), folder, quiet, json_)  # type: ignore[arg-type]
 
 
-@app.command(epilog="Example: fedbilevel join 10.0.0.1:8000 --partition 0 --client-data hospital:load --ca ca.crt ...")
+@app.command(
+    epilog="Example: fedbilevel join 10.0.0.1:8000 --partition 0 --client-data hospital:load --ca ca.crt ..."
+)
 def join(
     address: Annotated[str, typer.Argument(help="host:port of the SuperLink.")],
     partition: Annotated[int, typer.Option(min=0, help="Which client this is, from 0 on.")],
     client_data: Annotated[
-        str | None, typer.Option(help="module:function(partition) -> ClientData; else the task deals its own data.")
+        str | None,
+        typer.Option(
+            help="module:function(partition) -> ClientData; else the task deals its own data."
+        ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="The only task, as module:function, that the experiment may name.")
+        str | None,
+        typer.Option(help="The only task, as module:function, that the experiment may name."),
     ] = None,
-    warm: Annotated[bool, typer.Option("--warm", help="One process that stays up, for tasks under seconds.")] = False,
-    ca: Annotated[Path | None, typer.Option(help="The authority of the server's certificate.")] = None,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="One process that stays up, for tasks under seconds.")
+    ] = False,
+    ca: Annotated[
+        Path | None, typer.Option(help="The authority of the server's certificate.")
+    ] = None,
     key: Annotated[Path | None, typer.Option(help="This client's own private key.")] = None,
     plain: Plain = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "cpu",
@@ -255,12 +324,14 @@ def join(
     from fedbilevel.cli.federation import join as join_
     from fedbilevel.deploy.flower.client import Node
     from fedbilevel.deploy.flower.deployment import check_plain, split
-    from fedbilevel.runs import config as configs
+    from fedbilevel.experiments import config as configs
 
     host, _ = split(address)
     check_plain(host, ca is not None or key is not None, plain)
     if client_data:
-        configs.imported("client-data", client_data)  # what is wrong with it shows here, not in round 1
+        configs.imported(
+            "client-data", client_data
+        )  # what is wrong with it shows here, not in round 1
     node = Node(partition, client_data, task, str(data_dir) if data_dir else None, device)
     secured = ca is not None or key is not None
     join_(address, node, ca=ca, key=key, plain=not secured, stays_warm=warm)
@@ -271,7 +342,8 @@ def keys(
     folder: Annotated[Path, typer.Argument(help="Where to write them; what is there stays.")],
     clients: Annotated[int, typer.Option(min=0, help="How many client keys there should be.")] = 0,
     host: Annotated[
-        list[str], typer.Option(help="A name or address by which clients reach the server; can be repeated.")
+        list[str],
+        typer.Option(help="A name or address by which clients reach the server; can be repeated."),
     ] = ["127.0.0.1", "localhost"],  # noqa: B006
     days: Annotated[int, typer.Option(min=1, help="For how long certificates are valid.")] = 365,
 ) -> None:
@@ -299,18 +371,24 @@ def _fresh(folder: Path) -> Path:
     return next(free for free in numbers if not free.exists())
 
 
-@app.command(epilog="Example: fedbilevel compare digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits")
+@app.command(
+    epilog="Example: fedbilevel compare digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits"
+)
 def compare(
     experiment: Name,
     algorithms: Methods = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, counted from the experiment's.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="How many seeds, counted from the experiment's.")
+    ] = 3,
     task: TaskName = None,
     data: DataName = None,
     rounds: Rounds = None,
     device: Device = None,
     set_: Set = [],  # noqa: B006
     out: AllOut = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the comparison in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the comparison in --out.")
+    ] = False,
     smoke: Smoke = False,
     data_dir: DataDir = None,
     jobs: Jobs = None,
@@ -319,17 +397,21 @@ def compare(
 ) -> None:
     """Run methods side by side over several seeds, rank them, and write report.html."""
     from fedbilevel.cli.compare import Comparison
-    from fedbilevel.runs import config as configs
+    from fedbilevel.experiments import config as configs
 
     place, table = configs.read(experiment)
     names, jobs, threads = _side_by_side(table, algorithms, jobs)
     overrides = _overrides(task=task, data=data, rounds=rounds, device=device) | threads
-    first = configs.resolve(place, table, algorithm=names[0], settings=set_, overrides=overrides, smoke=smoke)
+    first = configs.resolve(
+        place, table, algorithm=names[0], settings=set_, overrides=overrides, smoke=smoke
+    )
     members = {}
     for name in names:
         for seed in range(first.experiment.seed, first.experiment.seed + seeds):
             each = [*set_, f"seed={seed}"]
-            config = configs.resolve(place, table, algorithm=name, settings=each, overrides=overrides, smoke=smoke)
+            config = configs.resolve(
+                place, table, algorithm=name, settings=each, overrides=overrides, smoke=smoke
+            )
             members[f"{config.label}/seed-{seed}"] = config
     folder = out or _fresh(Path("runs", Path(place).stem))
     raise typer.Exit(Comparison(folder, members, data_dir, resume, jobs).run(quiet, json_))
@@ -339,24 +421,36 @@ def _side_by_side(
     table: dict[str, Any], algorithms: str | None, jobs: int | None
 ) -> tuple[list[str | None], int, dict[str, Any]]:
     """Which methods, how many runs at a time, and the override that leaves each its share of the cores."""
-    names: list[str | None] = [*algorithms.split(",")] if algorithms else [*table.get("compare", [])] or [None]
+    names: list[str | None] = (
+        [*algorithms.split(",")] if algorithms else [*table.get("compare", [])] or [None]
+    )
     cores = os.cpu_count() or 1
     jobs = jobs or cores
-    return names, jobs, {"runtime.threads": table.get("runtime", {}).get("threads") or max(1, cores // jobs)}
+    return (
+        names,
+        jobs,
+        {"runtime.threads": table.get("runtime", {}).get("threads") or max(1, cores // jobs)},
+    )
 
 
-@app.command(epilog="Example: fedbilevel tune digits --algorithm simfbo --trials 8 --rounds 50 --out runs/tune")
+@app.command(
+    epilog="Example: fedbilevel tune digits --algorithm simfbo --trials 8 --rounds 50 --out runs/tune"
+)
 def tune(
     experiment: Name,
     algorithm: Methods = None,
-    trials: Annotated[int, typer.Option(min=1, help="Runs a method, its own settings the first.")] = 8,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Runs a method, its own settings the first.")
+    ] = 8,
     task: TaskName = None,
     data: DataName = None,
     rounds: Rounds = None,
     device: Device = None,
     set_: Set = [],  # noqa: B006
     out: AllOut = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the trials in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the trials in --out.")
+    ] = False,
     smoke: Smoke = False,
     data_dir: DataDir = None,
     jobs: Jobs = None,
@@ -365,7 +459,7 @@ def tune(
 ) -> None:
     """Find step sizes by the upper loss, with equal effort for every method, and write them to tuned.toml."""
     from fedbilevel.cli.tune import Tuning
-    from fedbilevel.runs import config as configs
+    from fedbilevel.experiments import config as configs
 
     place, table = configs.read(experiment)
     names, jobs, threads = _side_by_side(table, algorithm, jobs)
@@ -374,15 +468,21 @@ def tune(
     overrides = {**given, **threads, "stop.test_accuracy": None}
     methods = {}
     for name in names:
-        config = configs.resolve(place, table, algorithm=name, settings=set_, overrides=overrides, smoke=smoke)
+        config = configs.resolve(
+            place, table, algorithm=name, settings=set_, overrides=overrides, smoke=smoke
+        )
         methods[config.label] = config
     # tuned.toml is the experiment as it was changed here, its budget and each method's own conditions as they were.
     common = {key: value for key, value in table.items() if key != "algorithms"}
-    changed = configs.resolve(place, common, algorithm=names[0], settings=set_, overrides=given, smoke=smoke)
+    changed = configs.resolve(
+        place, common, algorithm=names[0], settings=set_, overrides=given, smoke=smoke
+    )
     own = {key: table.get(key) for key in ("algorithm", "algorithms", "rounds")}
     tuned = {**changed.experiment.model_dump(exclude_unset=True), **own}
     folder = out or _fresh(Path("runs", f"{Path(place).stem}-tune"))
-    raise typer.Exit(Tuning(folder, methods, trials, tuned, data_dir, resume, jobs).run(quiet, json_))
+    raise typer.Exit(
+        Tuning(folder, methods, trials, tuned, data_dir, resume, jobs).run(quiet, json_)
+    )
 
 
 @app.command(epilog="Example: fedbilevel check digits --set data.partition=iid")
@@ -396,13 +496,16 @@ def check(
     json_: Json = False,
 ) -> None:
     """Is the problem well posed? Curvatures, differences between clients, warnings, and settings to start from."""
-    from fedbilevel import diagnosis, ranks
     from fedbilevel.cli.check import as_json, show
-    from fedbilevel.runs import config as configs
-    from fedbilevel.runs.runner import load
+    from fedbilevel.core import ranks
+    from fedbilevel.diagnostics import check as diagnosis
+    from fedbilevel.experiments import config as configs
+    from fedbilevel.experiments.runner import load
 
     place, table = configs.read(experiment)
-    config = configs.resolve(place, table, settings=set_, overrides=_overrides(task=task, data=data, seed=seed))
+    config = configs.resolve(
+        place, table, settings=set_, overrides=_overrides(task=task, data=data, seed=seed)
+    )
     loaded = load(config, data_dir)
     found = diagnosis.check(
         loaded.problem.to(ranks.device(config.experiment.device)),
@@ -423,7 +526,9 @@ def check(
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
-    figure: Annotated[Path | None, typer.Option(help="Also a figure for a paper: .pdf or .png.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Also a figure for a paper: .pdf or .png.")
+    ] = None,
 ) -> None:
     """Write one self-contained page about runs, and on request a figure."""
     from fedbilevel.report import write_figure, write_page
@@ -438,7 +543,9 @@ def report(
 @app.command(epilog="Example: fedbilevel export runs/first --out model.safetensors")
 def export(
     folder: Annotated[Path, typer.Argument(help="A run's folder.")],
-    out: Annotated[Path, typer.Option(help="Where to write the trained module's state_dict (safetensors).")],
+    out: Annotated[
+        Path, typer.Option(help="Where to write the trained module's state_dict (safetensors).")
+    ],
 ) -> None:
     """Write what a run has learnt as one state_dict: x and y by the names of the module's parameters."""
     from safetensors.torch import save
@@ -480,14 +587,19 @@ def _root(
         if os.environ.get("RANK") != "0":  # the first one speaks for all
             raise typer.Exit(2)
         command = f"fedbilevel {context.invoked_subcommand}"
-        raise ValueError(f"torchrun has started {processes} processes; `{command}` is one, only `run` is shared out")
+        raise ValueError(
+            f"torchrun has started {processes} processes; `{command}` is one, only `run` is shared out"
+        )
 
 
-ClickException: Any = typer.BadParameter.mro()[2]  # click's own or the one newer releases of typer bring along
+ClickException: Any = typer.BadParameter.mro()[
+    2
+]  # click's own or the one newer releases of typer bring along
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. What goes wrong is one line on stderr and exit code 2; FEDBILEVEL_DEBUG=1 shows the traceback."""
+    configure_process()
     try:
         given = sys.argv[1:] if arguments is None else arguments
         sys.exit(typer.main.get_command(app).main(given or ["--help"], standalone_mode=False) or 0)
@@ -496,7 +608,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise
-        ranks = sys.modules.get("fedbilevel.ranks")
+        ranks = sys.modules.get("fedbilevel.core.ranks")
         if not (ranks and ranks.rank()):
             sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
         sys.exit(2)

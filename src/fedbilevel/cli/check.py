@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedbilevel.advice import ADVISED, Report
+from fedbilevel.diagnostics.advice import ADVISED, Report
 
 
 def show(report: Report, title: str) -> None:
@@ -33,7 +33,8 @@ def as_json(report: Report) -> str:
     return json.dumps(
         {
             "where": report.where,
-            "measured": m and {**m._asdict(), "condition": m.condition if math.isfinite(m.condition) else None},
+            "measured": m
+            and {**m._asdict(), "condition": m.condition if math.isfinite(m.condition) else None},
             "verdicts": {what: verdict for what, _, verdict in report.rows},
             "warnings": report.warnings,
             "recommended": report.recommended if m else None,

@@ -19,9 +19,9 @@ from rich.table import Table
 
 from fedbilevel import report
 from fedbilevel.cli.progress import describe
+from fedbilevel.experiments.config import Config
 from fedbilevel.runs import folder as folders
-from fedbilevel.runs.config import Config
-from fedbilevel.runs.record import EXTENSIBLE, check_same, holds_run, replace, without_none
+from fedbilevel.runs.recorder import EXTENSIBLE, check_same, holds_run, replace, without_none
 
 POLL = 0.2  # seconds
 
@@ -48,7 +48,12 @@ class Comparison:
     extensible: ClassVar[tuple[str, ...]] = EXTENSIBLE
 
     def __init__(
-        self, folder: Path, members: dict[str, Config], data_dir: Path | None, resume: bool, jobs: int
+        self,
+        folder: Path,
+        members: dict[str, Config],
+        data_dir: Path | None,
+        resume: bool,
+        jobs: int,
     ) -> None:
         taken = [name for name in members if holds_run(folder / name)]
         if taken and not resume:
@@ -116,7 +121,17 @@ class Comparison:
         (path / folders.SUMMARY).unlink(missing_ok=True)  # of a run whose budget was raised
         config = path / folders.CONFIG
         replace(config, tomli_w.dumps(without_none(self.members[name].table)))
-        command = [sys.executable, "-c", MEMBER, "run", str(config), "--out", str(path), "--resume", "--quiet"]
+        command = [
+            sys.executable,
+            "-c",
+            MEMBER,
+            "run",
+            str(config),
+            "--out",
+            str(path),
+            "--resume",
+            "--quiet",
+        ]
         if self.data_dir:
             command += ["--data-dir", str(self.data_dir)]
         with (path / "error.log").open("wb") as errors:
@@ -162,7 +177,9 @@ class Comparison:
             return None
 
     def _report(self, quiet: bool, as_json: bool) -> int:
-        failed = {name: status for name, status in self.ended.items() if status.startswith("failed")}
+        failed = {
+            name: status for name, status in self.ended.items() if status.startswith("failed")
+        }
         finished = [self.folder / name for name in self.members if name not in failed]
         rows = report.ranked(finished) if finished else []
         if finished:
@@ -192,11 +209,24 @@ def _ranking(rows: list[report.Row]) -> Table:
     for heading in ("seeds", *targets, "final accuracy", "operations", "peak memory", "status"):
         table.add_column(heading, no_wrap=True)
     for row in rows:
-        reached = [row.cost["round"].get(target) if "round" in row.cost else None for target in report.TARGETS]
+        reached = [
+            row.cost["round"].get(target) if "round" in row.cost else None
+            for target in report.TARGETS
+        ]
         cells = [_cell(spread, row.seeds) if spread else "-" for spread in reached]
         accuracy = f"{row.accuracy.mean:.2%} ± {row.accuracy.std:.2%}" if row.accuracy else "-"
-        costs = [report.AXES[axis].show(s) if s else "-" for axis, s in (("flops", row.flops), ("bytes", row.peak))]
-        table.add_row(escape(row.label), str(row.seeds), *cells, accuracy, *costs, ", ".join(sorted(row.statuses)))
+        costs = [
+            report.AXES[axis].show(s) if s else "-"
+            for axis, s in (("flops", row.flops), ("bytes", row.peak))
+        ]
+        table.add_row(
+            escape(row.label),
+            str(row.seeds),
+            *cells,
+            accuracy,
+            *costs,
+            ", ".join(sorted(row.statuses)),
+        )
     return table
 
 

@@ -24,11 +24,13 @@ from fedbilevel.cli.progress import Progress
 from fedbilevel.deploy.flower import client, deployment, warm
 from fedbilevel.deploy.flower.app import LOG, run_job
 from fedbilevel.deploy.flower.deployment import Deployment, DeploymentError
-from fedbilevel.runs.config import Config
+from fedbilevel.experiments.config import Config
 from fedbilevel.runs.folder import METRICS, SUMMARY
-from fedbilevel.runs.record import check_folder, without_none
+from fedbilevel.runs.recorder import check_folder, without_none
 
-PATIENCE_S = 90.0  # in which a SuperNode must stay up: the session of one that was killed lasts a minute
+PATIENCE_S = (
+    90.0  # in which a SuperNode must stay up: the session of one that was killed lasts a minute
+)
 STOP_S = 600.0  # that a server has to end the iteration it is in
 
 
@@ -37,7 +39,10 @@ class Follower:
 
     def __init__(self, report: Path, folder: Path, progress: Progress) -> None:
         self.report, self.folder, self.progress = report, folder, progress
-        self.places = {name: (folder / name).stat().st_size if (folder / name).exists() else 0 for name in (LOG,)}
+        self.places = {
+            name: (folder / name).stat().st_size if (folder / name).exists() else 0
+            for name in (LOG,)
+        }
         self.stopping = 0
 
     def follow(self, site: Deployment) -> dict[str, Any]:
@@ -51,13 +56,20 @@ class Follower:
             site.check()
             if "pid" in said and not deployment.alive(said["pid"]):
                 said = deployment.read_report(self.report)
-                return said if "status" in said else {"status": "failed", "error": "the server was killed"}
+                return (
+                    said
+                    if "status" in said
+                    else {"status": "failed", "error": "the server was killed"}
+                )
             if self.stopping and "pid" in said:
                 if not stopped_at:
                     stopped_at = time.monotonic()
                     os.kill(said["pid"], signal.SIGTERM)
                 elif self.stopping > 1 or time.monotonic() - stopped_at > STOP_S:
-                    return {"status": "interrupted", "error": "interrupted in a round; --resume repeats it"}
+                    return {
+                        "status": "interrupted",
+                        "error": "interrupted in a round; --resume repeats it",
+                    }
             time.sleep(0.1)
 
     def _show(self) -> None:
@@ -84,7 +96,10 @@ class Follower:
 
 @contextmanager
 def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda *_: stop())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -121,15 +136,24 @@ def serve(
             site.superlink()
             experiment = site.folder / "experiment.toml"
             experiment.write_text(tomli_w.dumps(without_none(config.table)), "utf-8")
-            job: dict[str, Any] = {"experiment": str(experiment), "out": str(folder), "resume": resume}
-            job |= {"clients": clients or 0, "data_dir": str(data_dir.resolve()) if data_dir else ""}
+            job: dict[str, Any] = {
+                "experiment": str(experiment),
+                "out": str(folder),
+                "resume": resume,
+            }
+            job |= {
+                "clients": clients or 0,
+                "data_dir": str(data_dir.resolve()) if data_dir else "",
+            }
             report = site.submit(**job)
             follower = Follower(report, folder, progress)
             if local:
                 local(site)
             said = follower.follow(site)
     if said["status"] == "failed" or not (folder / SUMMARY).exists():
-        raise DeploymentError(said.get("error") or "the server was killed; --resume goes on from its last checkpoint")
+        raise DeploymentError(
+            said.get("error") or "the server was killed; --resume goes on from its last checkpoint"
+        )
     return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
 
 
@@ -139,7 +163,9 @@ def simulate(config: Config, folder: Path, resume: bool, data_dir: Path | None) 
         import ray  # noqa: F401
         from flwr.simulation import run_simulation
     except ImportError:
-        raise DeploymentError("Ray is not installed; `pip install 'fedbilevel[ray]'` brings it") from None
+        raise DeploymentError(
+            "Ray is not installed; `pip install 'fedbilevel[ray]'` brings it"
+        ) from None
     folder = folder.resolve()
     check_folder(folder, config.table, resume)
     app, failed = ServerApp(), list[Exception]()
@@ -170,12 +196,18 @@ def simulate(config: Config, folder: Path, resume: bool, data_dir: Path | None) 
 def _played(settings: dict[str, str]) -> ClientApp:
     """Our client for nodes that Flower's simulation makes up, which have no settings of their own."""
 
-    def told(message: Message, context: Context, answer: Callable[[Message, Context], Message]) -> Message:
+    def told(
+        message: Message, context: Context, answer: Callable[[Message, Context], Message]
+    ) -> Message:
         context.node_config.update(settings)
         return answer(message, context)
 
     app = ClientApp(mods=[told])
-    for route, handler in ((app.query, client.hello), (app.train, client.task), (app.evaluate, client.evaluate)):
+    for route, handler in (
+        (app.query, client.hello),
+        (app.train, client.task),
+        (app.evaluate, client.evaluate),
+    ):
         route()(handler)
     return app
 
@@ -197,12 +229,19 @@ def join(
         settings = {"partition-id": node.partition, **_settings(node)}
         warm.serve(warm.Link(address, ca, key, plain), client.app, settings)
         return
-    command = deployment.node_command(address, node.partition, ca=ca, key=key, plain=plain, settings=_settings(node))
+    command = deployment.node_command(
+        address, node.partition, ca=ca, key=key, plain=plain, settings=_settings(node)
+    )
     _supervise(command)
 
 
 def _settings(node: client.Node) -> dict[str, str]:
-    given = {"client-data": node.client_data, "task": node.task, "data-dir": node.data_dir, "device": node.device}
+    given = {
+        "client-data": node.client_data,
+        "task": node.task,
+        "data-dir": node.data_dir,
+        "device": node.device,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 

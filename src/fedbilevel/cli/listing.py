@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fedbilevel import algorithms, checks, data, tasks
-from fedbilevel.runs import config as configs
-from fedbilevel.settings import REQUIRED, Setting, declared
+from fedbilevel import algorithms, data, tasks
+from fedbilevel.core import checks
+from fedbilevel.core.settings import REQUIRED, Setting, declared
+from fedbilevel.experiments import config as configs
 
 # A line, and what declares settings, if anything does.
 Entry = tuple[str, Callable[..., Any] | None]

@@ -15,7 +15,11 @@ PLAIN_EVERY = 5.0  # seconds between lines when piped
 
 def describe(metrics: Mapping[str, Any]) -> str:
     parts = []
-    for name, label in (("test_accuracy", "accuracy"), ("upper_loss", "loss"), ("hypergradient_norm", "|grad|")):
+    for name, label in (
+        ("test_accuracy", "accuracy"),
+        ("upper_loss", "loss"),
+        ("hypergradient_norm", "|grad|"),
+    ):
         if metrics.get(name) is not None:
             parts.append(f"{label} {metrics[name]:.4g}")
     return "  ".join([*parts, megabytes(metrics["bytes_up"] + metrics["bytes_down"])])
@@ -34,7 +38,10 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal and not self.quiet:
-            name, now = (TextColumn(form, markup=False) for form in ("{task.description}", "{task.fields[metrics]}"))
+            name, now = (
+                TextColumn(form, markup=False)
+                for form in ("{task.description}", "{task.fields[metrics]}")
+            )
             columns = [name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now]
             self.bar = Bar(*columns, console=self.console)
             self.bar.start()
@@ -44,7 +51,9 @@ class Progress:
     def show(self, metrics: Mapping[str, Any]) -> None:
         if self.bar:
             self.bar.update(self.task, completed=metrics["round"], metrics=describe(metrics))
-        elif not self.quiet and (time.monotonic() - self.last >= PLAIN_EVERY or metrics["round"] >= self.rounds):
+        elif not self.quiet and (
+            time.monotonic() - self.last >= PLAIN_EVERY or metrics["round"] >= self.rounds
+        ):
             self.last = time.monotonic()
             line = f"{self.title}  round {metrics['round']}/{self.rounds}  {describe(metrics)}"
             self.console.print(line, soft_wrap=True, markup=False)

@@ -14,7 +14,9 @@ Sink = Callable[[Metrics], None]
 
 
 @contextmanager
-def trackers(folder: Path, config: Mapping[str, Any], *, tensorboard: bool, mlflow: bool) -> Iterator[Sink]:
+def trackers(
+    folder: Path, config: Mapping[str, Any], *, tensorboard: bool, mlflow: bool
+) -> Iterator[Sink]:
     """A function that sends metrics to every tracker asked for."""
     with ExitStack() as stack:
         sinks = [stack.enter_context(_tensorboard(folder / "tensorboard"))] if tensorboard else []
@@ -51,7 +53,9 @@ def _mlflow(name: str, config: Mapping[str, Any]) -> Iterator[Sink]:
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells what it creates
     client.set_experiment("fedbilevel")
     with client.start_run(run_name=name):
-        logging.getLogger("fedbilevel").disabled = False  # MLflow's store configures logging and silences all others
+        logging.getLogger(
+            "fedbilevel"
+        ).disabled = False  # MLflow's store configures logging and silences all others
         client.log_dict(dict(config), "config.json")
         yield lambda metrics: client.log_metrics(_numbers(metrics), step=metrics["round"])
 
@@ -65,4 +69,6 @@ def optional(name: str, extra: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ValueError(f"{name} cannot be imported ({error}); pip install fedbilevel[{extra}]") from error
+        raise ValueError(
+            f"{name} cannot be imported ({error}); pip install fedbilevel[{extra}]"
+        ) from error

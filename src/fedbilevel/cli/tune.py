@@ -13,13 +13,13 @@ import tomli_w
 from rich.markup import escape
 from rich.table import Table
 
-from fedbilevel import rng
 from fedbilevel.cli.compare import Comparison, show
 from fedbilevel.cli.track import optional
-from fedbilevel.runs import config as configs
+from fedbilevel.core import rng
+from fedbilevel.experiments import config as configs
+from fedbilevel.experiments.config import Config
 from fedbilevel.runs import folder as folders
-from fedbilevel.runs.config import Config
-from fedbilevel.runs.record import check_same, holds_run, replace, without_none
+from fedbilevel.runs.recorder import check_same, holds_run, replace, without_none
 
 REACH = 10.0  # scales lie between 1 / REACH and REACH
 
@@ -68,7 +68,9 @@ class Tuning(Comparison):
         for name, config in methods.items():
             own = config.table["algorithm"]
             if {"x", "y"} - {_level(key) for key in own}:
-                raise ValueError(f"{name} does not have a step size for each level; there is nothing to tune")
+                raise ValueError(
+                    f"{name} does not have a step size for each level; there is nothing to tune"
+                )
             for k, path in _numbered(folder / name):
                 scales = _scales(_read(path)["algorithm"], own) if k else Scales()
                 begun[f"{name}/trial-{k}"] = _member(config, scales)
@@ -86,7 +88,11 @@ class Tuning(Comparison):
         k = next(k for k in range(len(known) + 1) if f"{method}/trial-{k}" not in known)
         if k >= self.trials or not known <= self.ended.keys():
             return
-        before = [t for t in _trials(self.folder / method) if t.number < k and t.status in ("completed", "diverged")]
+        before = [
+            t
+            for t in _trials(self.folder / method)
+            if t.number < k and t.status in ("completed", "diverged")
+        ]
         if k and not before:
             return  # its own settings have failed: nothing is known to go on from
         config = self.methods[method]
@@ -105,21 +111,30 @@ class Tuning(Comparison):
         worst = max((trial.loss for trial in before if math.isfinite(trial.loss)), default=0.0)
         losses = sorted(min(trial.loss, worst) for trial in before)
         cap = 2 * losses[len(losses) // 2] - losses[0]
-        space = dict.fromkeys(Scales._fields, optuna.distributions.FloatDistribution(1 / REACH, REACH, log=True))
+        space = dict.fromkeys(
+            Scales._fields, optuna.distributions.FloatDistribution(1 / REACH, REACH, log=True)
+        )
         history = [
-            optuna.trial.create_trial(params=t.scales._asdict(), distributions=space, value=min(t.loss, cap))
+            optuna.trial.create_trial(
+                params=t.scales._asdict(), distributions=space, value=min(t.loss, cap)
+            )
             for t in before
         ]
         number = int(rng.integers(rng.fold_in(rng.root(seed, "tune"), k), 0, 2**32 - 1))
         samplers = optuna.samplers
-        for sampler in (samplers.GPSampler(seed=number, n_startup_trials=1), samplers.RandomSampler(seed=number)):
+        for sampler in (
+            samplers.GPSampler(seed=number, n_startup_trials=1),
+            samplers.RandomSampler(seed=number),
+        ):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 study = optuna.create_study(sampler=sampler)
                 study.add_trials(history)
                 drawn = study.ask(space).params
             scales = Scales(**{level: _round(scale, 3) for level, scale in drawn.items()})
-            if scales not in [t.scales for t in before]:  # they would give the same run again: any others tell more
+            if scales not in [
+                t.scales for t in before
+            ]:  # they would give the same run again: any others tell more
                 break
         return scales
 
@@ -170,20 +185,31 @@ class Tuning(Comparison):
         ]
         sections = dict(self.experiment.get("algorithms", {}))
         for name, (number, scales, _, loss, _, config) in best.items():
-            comment += [f"{name}: trial {number} of {counts[name]}, x {scales.x:g}, y {scales.y:g}, loss {loss:.6g}"]
+            comment += [
+                f"{name}: trial {number} of {counts[name]}, x {scales.x:g}, y {scales.y:g}, loss {loss:.6g}"
+            ]
             settings = {key: value for key, value in config["algorithm"].items() if key != "name"}
-            what = {key: value for key, value in sections.get(name, {}).items() if key in ("algorithm", "task", "data")}
+            what = {
+                key: value
+                for key, value in sections.get(name, {}).items()
+                if key in ("algorithm", "task", "data")
+            }
             sections[name] = {**what, **settings, "environment": config["environment"]}
         title = f"{self.experiment.get('title', '')} (step sizes tuned)".strip()
         compare = [name for name in self.experiment.get("compare", []) if name in best]
         compare += [name for name in best if name not in compare]
         changed = {"title": title, "seed": seed + 1, "compare": compare, "algorithms": sections}
-        return "".join(f"# {line}\n" for line in comment) + tomli_w.dumps({**self.experiment, **changed})
+        return "".join(f"# {line}\n" for line in comment) + tomli_w.dumps(
+            {**self.experiment, **changed}
+        )
 
 
 def _numbered(path: Path) -> list[tuple[int, Path]]:
     """The trials of a method that have begun, in their order."""
-    begun = [(file.parent.name.removeprefix("trial-"), file.parent) for file in path.glob(f"trial-*/{folders.CONFIG}")]
+    begun = [
+        (file.parent.name.removeprefix("trial-"), file.parent)
+        for file in path.glob(f"trial-*/{folders.CONFIG}")
+    ]
     return sorted((int(number), path) for number, path in begun if number.isdecimal())
 
 
@@ -193,7 +219,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _trials(path: Path) -> list[Trial]:
     """A method's trials as they lie on disk; its own settings, which the scales multiply, are those of trial 0."""
-    own = _read(path / "trial-0")["algorithm"] if (path / "trial-0" / folders.CONFIG).exists() else None
+    own = (
+        _read(path / "trial-0")["algorithm"]
+        if (path / "trial-0" / folders.CONFIG).exists()
+        else None
+    )
     return [_trial(k, folder, own) for k, folder in _numbered(path) if own]
 
 
@@ -226,7 +256,9 @@ def _level(setting: str) -> str | None:
     words = setting.split("_")
     if "lr" in words and "x" in words:
         return "x"
-    return "y" if "lr" in words and {"y", "z", "neumann"} & set(words) else None  # `server_lr` serves both levels
+    return (
+        "y" if "lr" in words and {"y", "z", "neumann"} & set(words) else None
+    )  # `server_lr` serves both levels
 
 
 def _member(config: Config, scales: Scales) -> Config:
@@ -242,7 +274,10 @@ def _member(config: Config, scales: Scales) -> Config:
 def _scaled(value: Any, scale: float) -> Any:
     """A step size, its bounds or its schedule, times `scale`."""
     if isinstance(value, Mapping):
-        return {key: _scaled(item, scale) if key in ("start", "end") else item for key, item in value.items()}
+        return {
+            key: _scaled(item, scale) if key in ("start", "end") else item
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [_scaled(item, scale) for item in value]
     return _round(value * scale, 9)
@@ -251,12 +286,23 @@ def _scaled(value: Any, scale: float) -> Any:
 def _scales(settings: Mapping[str, Any], own: Mapping[str, Any]) -> Scales:
     """The way back: scales have three digits, so that a quotient of step sizes gives them exactly."""
     levels = {level: key for key in settings if (level := _level(key))}
-    return Scales(**{level: _round(_size(settings[key]) / _size(own[key]), 3) for level, key in levels.items()})
+    return Scales(
+        **{
+            level: _round(_size(settings[key]) / _size(own[key]), 3)
+            for level, key in levels.items()
+        }
+    )
 
 
 def _size(step: Any) -> float:
     """The number that tells how long a step, its bounds or its schedule is."""
-    first = step["start"] if isinstance(step, Mapping) else step[0] if isinstance(step, (list, tuple)) else step
+    first = (
+        step["start"]
+        if isinstance(step, Mapping)
+        else step[0]
+        if isinstance(step, (list, tuple))
+        else step
+    )
     return float(first)
 
 
@@ -265,12 +311,33 @@ def _round(value: float, digits: int) -> float:
 
 
 def _listing(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="upper loss on validation data, mean over the last quarter of the evaluations; * is the best")
-    for heading in ("algorithm", "trial", "scale x", "scale y", "upper loss", "final accuracy", "status"):
+    table = Table(
+        title="upper loss on validation data, mean over the last quarter of the evaluations; * is the best"
+    )
+    for heading in (
+        "algorithm",
+        "trial",
+        "scale x",
+        "scale y",
+        "upper loss",
+        "final accuracy",
+        "status",
+    ):
         table.add_column(heading, no_wrap=heading != "status")
     for row in rows:
-        loss = "-" if row["upper_loss"] is None else f"{row['upper_loss']:.6g}{' *' if row['best'] else ''}"
+        loss = (
+            "-"
+            if row["upper_loss"] is None
+            else f"{row['upper_loss']:.6g}{' *' if row['best'] else ''}"
+        )
         accuracy = "-" if row["test_accuracy"] is None else f"{row['test_accuracy']:.2%}"
         scales = f"{row['scale_x']:g}", f"{row['scale_y']:g}"
-        table.add_row(escape(row["algorithm"]), str(row["trial"]), *scales, loss, accuracy, escape(row["status"]))
+        table.add_row(
+            escape(row["algorithm"]),
+            str(row["trial"]),
+            *scales,
+            loss,
+            accuracy,
+            escape(row["status"]),
+        )
     return table

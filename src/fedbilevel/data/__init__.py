@@ -8,7 +8,7 @@ from pathlib import Path
 import platformdirs
 from torch import Tensor
 
-from fedbilevel import checks
+from fedbilevel.core import checks
 from fedbilevel.data import sources
 
 
@@ -52,7 +52,9 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
 def characters(name: str, data_dir: str | Path | None = None) -> Characters:
     """The characters "digits" (embedded) or "omniglot", found, downloaded and shared as by `load`."""
     checks.one_of("name", name, sources.CHARACTERS)
-    return _read_characters(name, None if name in sources.EMBEDDED_CHARACTERS else _folder(name, data_dir))
+    return _read_characters(
+        name, None if name in sources.EMBEDDED_CHARACTERS else _folder(name, data_dir)
+    )
 
 
 @lru_cache
@@ -63,7 +65,11 @@ def _read(name: str, folder: Path | None) -> DataSet:
 
 @lru_cache
 def _read_characters(name: str, folder: Path | None) -> Characters:
-    train, test = sources.EMBEDDED_CHARACTERS[name]() if folder is None else sources.SOURCES[name].read(folder)
+    train, test = (
+        sources.EMBEDDED_CHARACTERS[name]()
+        if folder is None
+        else sources.SOURCES[name].read(folder)
+    )
     return Characters(name, train, test)
 
 

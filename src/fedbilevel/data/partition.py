@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbilevel import checks
+from fedbilevel.core import checks
 
 Indices = NDArray[np.int64]
 Labels = Tensor | NDArray[Any]
@@ -73,7 +73,9 @@ def split(indices: Indices, validation: float, seed: int, client: int) -> tuple[
     if not 0 < checks.number("validation", validation) < 1:
         raise ValueError(f"validation is {validation}; it must be above 0 and below 1")
     if len(indices) < 2:
-        raise ValueError(f"indices of client {client} hold {len(indices)} samples; a split needs at least 2")
+        raise ValueError(
+            f"indices of client {client} hold {len(indices)} samples; a split needs at least 2"
+        )
     shuffled = _generator(seed, client).permutation(indices)
     held_out = min(max(round(validation * len(indices)), 1), len(indices) - 1)
     return shuffled[held_out:], shuffled[:held_out]
@@ -81,7 +83,11 @@ def split(indices: Indices, validation: float, seed: int, client: int) -> tuple[
 
 def by_name(name: str, labels: Labels, clients: int, seed: int, **options: float) -> list[Indices]:
     """The partition "iid", "shards" (option per_client) or "dirichlet" (option alpha)."""
-    partitions: dict[str, Callable[..., list[Indices]]] = {"iid": iid, "shards": shards, "dirichlet": dirichlet}
+    partitions: dict[str, Callable[..., list[Indices]]] = {
+        "iid": iid,
+        "shards": shards,
+        "dirichlet": dirichlet,
+    }
     partition = partitions[checks.one_of("partition", name, partitions)]
     known = list(signature(partition).parameters)[3:]
     for option in options:
@@ -92,9 +98,13 @@ def by_name(name: str, labels: Labels, clients: int, seed: int, **options: float
 
 
 def _generator(seed: int, *key: int) -> np.random.Generator:
-    return np.random.default_rng(np.random.SeedSequence(checks.integer("seed", seed, least=0), spawn_key=key))
+    return np.random.default_rng(
+        np.random.SeedSequence(checks.integer("seed", seed, least=0), spawn_key=key)
+    )
 
 
 def _check_clients(labels: Labels, clients: int, each: int = 1) -> None:
     if checks.integer("clients", clients, least=1) * each > len(labels):
-        raise ValueError(f"clients is {clients}; it must be at most {len(labels) // each} for {len(labels)} samples")
+        raise ValueError(
+            f"clients is {clients}; it must be at most {len(labels) // each} for {len(labels)} samples"
+        )

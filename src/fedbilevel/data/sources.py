@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Labelled = tuple[Tensor, Tensor]
-Rows = Mapping[str, Iterable[Mapping[str, Any]]]  # Hugging Face: split -> rows, images decoded by Pillow
+Rows = Mapping[
+    str, Iterable[Mapping[str, Any]]
+]  # Hugging Face: split -> rows, images decoded by Pillow
 
 CLASSES = {"breast-cancer": 2, "cifar10": 10, "covertype": 7, "digits": 10, "mnist": 10}
 CHARACTERS = ("digits", "omniglot")
@@ -82,13 +84,18 @@ def _arrays(file: Path, *names: str) -> list[NDArray[Any]]:
         raise ValueError(f"{file} must be an npz file with the arrays {wanted}") from error
 
 
-def _table(features: NDArray[Any], labels: NDArray[Any], measured: int) -> tuple[Labelled, Labelled]:
+def _table(
+    features: NDArray[Any], labels: NDArray[Any], measured: int
+) -> tuple[Labelled, Labelled]:
     """Shuffled rows, a fifth of each class for testing; the first `measured` columns are standardised.
 
     Indicator columns stay 0 or 1: standardised, those of rare soils would be hundreds.
     """
     order = np.random.default_rng(np.random.SeedSequence(1)).permutation(len(labels))
-    x, y = torch.from_numpy(features[order].astype(np.float32)), torch.from_numpy(labels[order]).long()
+    x, y = (
+        torch.from_numpy(features[order].astype(np.float32)),
+        torch.from_numpy(labels[order]).long(),
+    )
     train, test = _hold_out(labels[order])
     head = x[:, :measured].double()
     x[:, :measured] = ((head - head[train].mean(0)) / head[train].std(0)).float()
@@ -110,7 +117,9 @@ def read_mnist(folder: Path) -> tuple[Labelled, Labelled]:
 
 
 def _read_mnist_split(folder: Path, split: str) -> Labelled:
-    images, labels = (read_idx(folder / file, axes) for file, axes in zip(MNIST[split], (3, 1), strict=True))
+    images, labels = (
+        read_idx(folder / file, axes) for file, axes in zip(MNIST[split], (3, 1), strict=True)
+    )
     _check(images, labels, (28, 28), folder / MNIST[split][1], range(CLASSES["mnist"]))
     x = torch.from_numpy(images).float().div_(255).sub_(0.1307).div_(0.3081)
     return x.unsqueeze(1), torch.from_numpy(labels).long()
@@ -122,7 +131,9 @@ def read_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
     The pixels are those of the files. A download keeps the original ones (PNG); the copy that our own results come from
     is a lossy JPEG re-encoding, whose accuracies are not strictly comparable with published ones.
     """
-    return _read_cifar10_split(folder / CIFAR10["train"]), _read_cifar10_split(folder / CIFAR10["test"])
+    return _read_cifar10_split(folder / CIFAR10["train"]), _read_cifar10_split(
+        folder / CIFAR10["test"]
+    )
 
 
 def _read_cifar10_split(file: Path) -> Labelled:
@@ -130,18 +141,35 @@ def _read_cifar10_split(file: Path) -> Labelled:
         from PIL import Image
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ImportError(f"reading {file} needs pyarrow and pillow, which fedbilevel[data] installs") from error
+        raise ImportError(
+            f"reading {file} needs pyarrow and pillow, which fedbilevel[data] installs"
+        ) from error
     try:
         table = parquet.read_table(file, columns=["img", "label"])
-        images = np.stack([np.asarray(Image.open(io.BytesIO(img)).convert("RGB")) for img in table["img"].to_pylist()])
+        images = np.stack(
+            [
+                np.asarray(Image.open(io.BytesIO(img)).convert("RGB"))
+                for img in table["img"].to_pylist()
+            ]
+        )
     except (ArrowException, OSError, TypeError, ValueError) as error:
         raise ValueError(
             f"{file} must be parquet with the columns img (encoded images of one size) and label"
         ) from error
     labels = table["label"].to_numpy()
     _check(images, labels, (32, 32, 3), file, range(CLASSES["cifar10"]))
-    mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).reshape(2, 3, 1, 1)
-    x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float().div_(255).sub_(mean).div_(std)
+    mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).reshape(
+        2, 3, 1, 1
+    )
+    x = (
+        torch.from_numpy(images)
+        .permute(0, 3, 1, 2)
+        .contiguous()
+        .float()
+        .div_(255)
+        .sub_(mean)
+        .div_(std)
+    )
     return x, torch.from_numpy(labels.astype(np.int64))
 
 
@@ -167,7 +195,9 @@ def read_digit_characters() -> tuple[Tensor, Tensor]:
                     found.append(own.flip(-1) if turn >= 4 else own)
         return torch.stack(found)
 
-    return characters((0, 1, 2, 5, 6, 8, 9), hands=2, turns=8), characters((3, 4, 7), hands=1, turns=4)
+    return characters((0, 1, 2, 5, 6, 8, 9), hands=2, turns=8), characters(
+        (3, 4, 7), hands=1, turns=4
+    )
 
 
 def read_omniglot(folder: Path) -> tuple[Tensor, Tensor]:
@@ -178,15 +208,21 @@ def read_omniglot(folder: Path) -> tuple[Tensor, Tensor]:
     alphabets are the background.
     """
     file = folder / OMNIGLOT
-    images, alphabet, character, background = _arrays(file, "images", "alphabet", "character", "alphabet_is_background")
+    images, alphabet, character, background = _arrays(
+        file, "images", "alphabet", "character", "alphabet_is_background"
+    )
     _check(images, character, (28, 28), file, range(1623))
     _check(images, alphabet, (28, 28), file, range(len(background)))
     numbers, counts = np.unique(character, return_counts=True)
     for number, count in zip(numbers, counts, strict=True):
         if count != DRAWINGS:
-            raise ValueError(f"{file} has {count} drawings of character {number}; there must be {DRAWINGS}")
+            raise ValueError(
+                f"{file} has {count} drawings of character {number}; there must be {DRAWINGS}"
+            )
     order = np.argsort(character, kind="stable")
-    drawings = 1 - torch.from_numpy(images[order]).float().div_(255).reshape(-1, DRAWINGS, 1, 28, 28)
+    drawings = 1 - torch.from_numpy(images[order]).float().div_(255).reshape(
+        -1, DRAWINGS, 1, 28, 28
+    )
     seen = torch.from_numpy(background[alphabet[order[::DRAWINGS]]] == 1)
     return drawings[seen], drawings[~seen]
 
@@ -202,16 +238,24 @@ def read_idx(file: Path, axes: int) -> NDArray[np.uint8]:
         raise ValueError(
             f"{file} begins with {magic:#010x}; it must begin with the idx magic number {0x0800 + axes:#010x}"
         )
-    body = np.frombuffer(bytearray(content[4 * (axes + 1) :]), dtype=np.uint8)  # a bytearray is writable, for torch
+    body = np.frombuffer(
+        bytearray(content[4 * (axes + 1) :]), dtype=np.uint8
+    )  # a bytearray is writable, for torch
     if len(body) != math.prod(shape):
-        raise ValueError(f"{file} holds {len(body)} bytes; its sizes {shape} need {math.prod(shape)}")
+        raise ValueError(
+            f"{file} holds {len(body)} bytes; its sizes {shape} need {math.prod(shape)}"
+        )
     return body.reshape(shape)
 
 
-def _check(inputs: NDArray[Any], labels: NDArray[Any], shape: tuple[int, ...], file: Path, allowed: range) -> None:
+def _check(
+    inputs: NDArray[Any], labels: NDArray[Any], shape: tuple[int, ...], file: Path, allowed: range
+) -> None:
     needed = (len(labels), *shape)
     if inputs.shape != needed:
-        raise ValueError(f"{file} has {len(labels)} labels, which need inputs of shape {needed}, not {inputs.shape}")
+        raise ValueError(
+            f"{file} has {len(labels)} labels, which need inputs of shape {needed}, not {inputs.shape}"
+        )
     wrong = np.flatnonzero(~np.isin(labels, allowed))
     if len(wrong):
         raise ValueError(
@@ -258,13 +302,18 @@ def _write_cifar10(rows: Rows, folder: Path) -> None:
 
     for split, file in CIFAR10.items():
         pairs = [(png(row["img"]), row["label"]) for row in rows[split]]
-        parquet.write_table(table({"img": [img for img, _ in pairs], "label": [y for _, y in pairs]}), folder / file)
+        parquet.write_table(
+            table({"img": [img for img, _ in pairs], "label": [y for _, y in pairs]}), folder / file
+        )
 
 
 def _fetch_covertype() -> tuple[NDArray[Any], NDArray[Any]]:
     from sklearn.datasets import fetch_covtype
 
-    with tempfile.TemporaryDirectory() as unused, warnings.catch_warnings():  # its own cache is larger than our file
+    with (
+        tempfile.TemporaryDirectory() as unused,
+        warnings.catch_warnings(),
+    ):  # its own cache is larger than our file
         warnings.simplefilter("ignore", UserWarning)  # that it tries again
         return fetch_covtype(data_home=unused, return_X_y=True, n_retries=1, delay=0.1)  # type: ignore[no-any-return]
 
@@ -295,12 +344,16 @@ def _write_omniglot(archives: list[zipfile.ZipFile], folder: Path) -> None:
     for archive, background in zip(archives, (1, 0), strict=True):
         for path in archive.namelist():
             if path.endswith(".png"):
-                ink = np.asarray(Image.open(io.BytesIO(archive.read(path))).convert("L"), dtype=float)
+                ink = np.asarray(
+                    Image.open(io.BytesIO(archive.read(path))).convert("L"), dtype=float
+                )
                 pixels = np.rint(average @ ink @ average.T).astype(np.uint8)
                 drawings.append((*path.split("/")[-3:], background, pixels))
     drawings.sort(key=lambda drawing: drawing[:3])
     names, alphabet = np.unique([drawing[0] for drawing in drawings], return_inverse=True)
-    character = np.unique([drawing[0] + "/" + drawing[1] for drawing in drawings], return_inverse=True)[1]
+    character = np.unique(
+        [drawing[0] + "/" + drawing[1] for drawing in drawings], return_inverse=True
+    )[1]
     flags = {drawing[0]: drawing[3] for drawing in drawings}
     np.savez_compressed(
         folder / OMNIGLOT,
@@ -315,11 +368,21 @@ EMBEDDED = {"breast-cancer": read_breast_cancer, "digits": read_digits}
 EMBEDDED_CHARACTERS = {"digits": read_digit_characters}
 SOURCES = {
     "mnist": Source(
-        "mnist", (*MNIST["train"], *MNIST["test"]), read_mnist, partial(_from_hub, "ylecun/mnist"), _write_mnist
+        "mnist",
+        (*MNIST["train"], *MNIST["test"]),
+        read_mnist,
+        partial(_from_hub, "ylecun/mnist"),
+        _write_mnist,
     ),
     "cifar10": Source(
-        "cifar10", tuple(CIFAR10.values()), read_cifar10, partial(_from_hub, "uoft-cs/cifar10"), _write_cifar10
+        "cifar10",
+        tuple(CIFAR10.values()),
+        read_cifar10,
+        partial(_from_hub, "uoft-cs/cifar10"),
+        _write_cifar10,
     ),
-    "covertype": Source("covtype", (COVERTYPE,), read_covertype, _fetch_covertype, _write_covertype),
+    "covertype": Source(
+        "covtype", (COVERTYPE,), read_covertype, _fetch_covertype, _write_covertype
+    ),
     "omniglot": Source("omniglot", (OMNIGLOT,), read_omniglot, _fetch_omniglot, _write_omniglot),
 }

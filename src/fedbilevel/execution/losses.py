@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.environment import Environment
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch, ClientData, Data, Problem, leaves, like
+from fedbilevel.core.rng import fold_in, root, rows, subset
+from fedbilevel.core.tree import Tree
 from fedbilevel.execution.lift import lifted, stacked
+from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.task import on_client
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
-from fedbilevel.rng import fold_in, root, rows, subset
-from fedbilevel.tree import Tree
 
 CLIENTS, SAMPLES = 100, 2048
 
 
-def chosen(seed: int, clients: int, most: int = CLIENTS, samples: int = SAMPLES) -> tuple[list[int], int]:
+def chosen(
+    seed: int, clients: int, most: int = CLIENTS, samples: int = SAMPLES
+) -> tuple[list[int], int]:
     """Whose losses are evaluated, and on how many samples a level each."""
     found = subset(root(seed, "evaluation"), clients, min(clients, most))
     return found, -(-samples // len(found))
@@ -47,7 +49,9 @@ class ClientLosses:
         drawn = Batch(_some(data.train, streams[0], size), _some(data.val, streams[1], size), key)
         for batch in (drawn if episodes else Batch(data.train, data.val, key), drawn):
             self.batch = pytree.tree_map(lambda t: t.to(device), batch)
-            self(*oracle.problem.start, self.batch)  # a loss that fails on a client's data does so here, by name
+            self(
+                *oracle.problem.start, self.batch
+            )  # a loss that fails on a client's data does so here, by name
 
     def __call__(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.oracle.upper(x, y, batch), self.oracle.lower(x, y, batch)

@@ -18,16 +18,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel import ranks
-from fedbilevel.packing import pack, unpack
-from fedbilevel.tree import nbytes
+from fedbilevel.core import ranks
+from fedbilevel.core.codec import pack, unpack
+from fedbilevel.core.tree import nbytes
 
-SLACK = 2**26  # outdated bytes, beside as many as are not, that a file may hold before it is written anew
+SLACK = (
+    2**26
+)  # outdated bytes, beside as many as are not, that a file may hold before it is written anew
 
 STAGES = "stages "  # where a client's memory holds what its stages remember; no name of a phase's own ends so
 
 Memory = dict[str, Any]
-Saved = dict[int, Memory] | tuple[str, int] | None  # all there is, or a file in the run's folder and its length
+Saved = (
+    dict[int, Memory] | tuple[str, int] | None
+)  # all there is, or a file in the run's folder and its length
 
 
 class Memories(MutableMapping[int, Memory]):
@@ -51,11 +55,15 @@ class Memories(MutableMapping[int, Memory]):
         self._undo: dict[int, Memory] = {}
         self._records = Records()
         self._before: list[Records] = []  # of checkpoints, until the first change
-        self._outdated: list[Path] = []  # files that the last checkpoint needs, and the next will not
+        self._outdated: list[
+            Path
+        ] = []  # files that the last checkpoint needs, and the next will not
         self._needless: list[Path] = []  # files that no checkpoint needs
 
     def __iter__(self) -> Iterator[int]:
-        found = itertools.chain(self._near, self._records.places, *(records.places for records in self._before))
+        found = itertools.chain(
+            self._near, self._records.places, *(records.places for records in self._before)
+        )
         return (client for client in dict.fromkeys(found) if self._near.get(client, True))
 
     def __len__(self) -> int:
@@ -102,7 +110,9 @@ class Memories(MutableMapping[int, Memory]):
 
     def back(self, mark: int) -> None:
         if mark != self._marks:
-            raise RuntimeError(f"mark is {mark}; the last one is {self._marks}, and there is a way back to that alone")
+            raise RuntimeError(
+                f"mark is {mark}; the last one is {self._marks}, and there is a way back to that alone"
+            )
         for client, memory in self._undo.items():
             self[client] = memory
 
@@ -129,15 +139,22 @@ class Memories(MutableMapping[int, Memory]):
         for path in sorted(self.folder.glob("memories-*")) if self.folder else ():
             if ranks.mine(int(path.name.split("-")[1])):
                 (self._outdated if path.name in files else self._needless).append(path)
-        for client, memory in itertools.chain(*(part.items() for part in saved if isinstance(part, dict))):
+        for client, memory in itertools.chain(
+            *(part.items() for part in saved if isinstance(part, dict))
+        ):
             if ranks.mine(client):
                 self[client] = pytree.tree_map(lambda t: t.to(self.device), memory)
-        self._before = [Records((self.folder or Path()) / name, length) for name, length in files.items()]
+        self._before = [
+            Records((self.folder or Path()) / name, length) for name, length in files.items()
+        ]
         self.mark()
 
     def _holder(self, client: int) -> Records | None:
         """Where on disk a client's memory is."""
-        return next((records for records in (self._records, *self._before) if client in records.places), None)
+        return next(
+            (records for records in (self._records, *self._before) if client in records.places),
+            None,
+        )
 
     def _write(self, client: int) -> None:
         if client not in self._changed:
@@ -157,7 +174,9 @@ class Memories(MutableMapping[int, Memory]):
         if self.folder and not self._records.path:
             names = (f"memories-{ranks.rank()}-{number}" for number in itertools.count())
             self._before.append(self._records)
-            self._records = Records(next(path for name in names if not (path := self.folder / name).exists()))
+            self._records = Records(
+                next(path for name in names if not (path := self.folder / name).exists())
+            )
         while self._before:
             old = self._before.pop()
             for client in filter(ranks.mine, old.places):
@@ -168,11 +187,15 @@ class Memories(MutableMapping[int, Memory]):
 class Records:
     """A file of records, the last of a client its valid one; of a file that is there, the first `length` bytes."""
 
-    HEAD = struct.Struct("<qqq16s")  # the client, the lengths of JSON and of tensors, and a digest of all of them
+    HEAD = struct.Struct(
+        "<qqq16s"
+    )  # the client, the lengths of JSON and of tensors, and a digest of all of them
 
     def __init__(self, path: Path | None = None, length: int = 0) -> None:
         self.path = path
-        self.places: dict[int, tuple[int, int]] = {}  # where a client's record begins, and how long it is
+        self.places: dict[
+            int, tuple[int, int]
+        ] = {}  # where a client's record begins, and how long it is
         self.end = self.live = 0  # bytes of the file, and of the valid records in it
         self._length = length
         while self.end < length:
@@ -187,7 +210,9 @@ class Records:
     @functools.cached_property
     def file(self) -> IO[bytes]:
         opened: IO[bytes] = (
-            self.path.open("rb" if self._length else "x+b") if self.path else tempfile.TemporaryFile()  # noqa: SIM115
+            self.path.open("rb" if self._length else "x+b")
+            if self.path
+            else tempfile.TemporaryFile()  # noqa: SIM115
         )
         weakref.finalize(self, opened.close)
         return opened
@@ -223,7 +248,9 @@ class Records:
         for name, (kind, shape) in kinds.items():
             dtype = getattr(torch, kind)
             size = math.prod(shape) * dtype.itemsize
-            tensors[name] = torch.frombuffer(bytearray(record[start : start + size] or b"\0" * 8), dtype=dtype)
+            tensors[name] = torch.frombuffer(
+                bytearray(record[start : start + size] or b"\0" * 8), dtype=dtype
+            )
             tensors[name] = tensors[name][: math.prod(shape)].reshape(shape)
             start += size
         return unpack(form, tensors)  # type: ignore[no-any-return]
@@ -236,9 +263,13 @@ class Records:
         else:
             tensors: dict[str, Tensor] = {}
             form = pack(memory, tensors)
-            kinds = {name: (str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()}
+            kinds = {
+                name: (str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()
+            }
             plain = json.dumps([form, kinds]).encode()
-            values = b"".join(t.view(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values())
+            values = b"".join(
+                t.view(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values()
+            )
             head, body = [client, len(plain), len(values)], plain + values
         return cls.HEAD.pack(*head, _digest(head, body)) + body
 
@@ -248,7 +279,9 @@ class Records:
         return self.HEAD.unpack(record[: self.HEAD.size])
 
     def _damaged(self) -> ValueError:
-        return ValueError(f"{self.path or 'what clients remember'} is damaged: its contents do not match their digests")
+        return ValueError(
+            f"{self.path or 'what clients remember'} is damaged: its contents do not match their digests"
+        )
 
 
 def _digest(head: Sequence[int], body: bytes) -> bytes:

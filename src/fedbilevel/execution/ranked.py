@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fedbilevel import ranks
+from fedbilevel.core import ranks
 from fedbilevel.execution.executor import Executor
 from fedbilevel.federation.replies import add_up
 from fedbilevel.federation.task import Results, Sums, Task, by_broadcast
@@ -40,7 +40,9 @@ class RankedExecutor(Executor):
             found = []
             for results in self.executor.run(own):
                 numbers = [task.number for task in results.tasks]
-                found.append((numbers, results._replace(tasks=(), values=ranks.sent(results.values, "cpu"))))
+                found.append(
+                    (numbers, results._replace(tasks=(), values=ranks.sent(results.values, "cpu")))
+                )
             return found
 
         for parts in ranks.agree(compute):
@@ -57,12 +59,18 @@ class RankedExecutor(Executor):
             numbers = [task.number for results in found for task in results.tasks]
             costs = [cost for results in found for cost in results.costs]
             size = found[0].nbytes if found else 0
-            forms = [(ranks.sent(results.sums, "meta"), results.sums.finite.cpu()) for results in found if results.sums]
+            forms = [
+                (ranks.sent(results.sums, "meta"), results.sums.finite.cpu())
+                for results in found
+                if results.sums
+            ]
             return numbers, costs, size, forms
 
         parts = ranks.agree(compute)
         form = next(forms[0][0] for _, _, _, forms in parts if forms)
-        total = pytree.tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), form[:3])
+        total = pytree.tree_map(
+            lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), form[:3]
+        )
         for results in found:
             assert results.sums is not None
             total = pytree.tree_map(torch.add, total, results.sums[:3])
@@ -77,7 +85,9 @@ class RankedExecutor(Executor):
     def _added_up(self, own: Sequence[Task]) -> Iterator[Results]:
         """This rank's results, as sums."""
         for results in self.executor.run(own) if own else ():
-            weights = torch.tensor([task.weight for task in results.tasks], dtype=torch.float64, device=self.device)
+            weights = torch.tensor(
+                [task.weight for task in results.tasks], dtype=torch.float64, device=self.device
+            )
             steps = torch.tensor([task.steps for task in results.tasks], device=self.device)
             yield results._replace(values={}, sums=add_up(results.values, weights, steps))
 

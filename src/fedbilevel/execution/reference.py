@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.devices import sent
-from fedbilevel.execution.draws import SIDES, STAGE_STREAM, Draws
+from fedbilevel.core.devices import sent
+from fedbilevel.core.oracle import Features, Oracle
+from fedbilevel.core.problem import Batch, ClientData, Data, Problem, leaves, like
+from fedbilevel.core.rng import fold_in
+from fedbilevel.core.tree import nbytes
+from fedbilevel.execution._draws import SIDES, STAGE_STREAM, Draws
+from fedbilevel.execution._features import embedded, embeds_beforehand
+from fedbilevel.execution._meter import Meter
 from fedbilevel.execution.executor import Executor
-from fedbilevel.execution.features import embedded, embeds_beforehand
 from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
-from fedbilevel.execution.meter import Meter
 from fedbilevel.federation.phase import Message
 from fedbilevel.federation.replies import wrong_form
+from fedbilevel.federation.stages import encoded
 from fedbilevel.federation.task import Results, Task, TaskCost, Values, on_client
-from fedbilevel.oracle import Features, Oracle
-from fedbilevel.problem import Batch, ClientData, Data, Problem, leaves, like
-from fedbilevel.rng import fold_in
-from fedbilevel.stages import encoded
-from fedbilevel.tree import nbytes
 
 
 class ReferenceExecutor(Executor):
@@ -54,7 +54,9 @@ class ReferenceExecutor(Executor):
         self.device = device
         self.dtype = next(iter(problem.x.values())).dtype
         self.memories = Memories(device, memory)
-        self.costs: dict[Any, tuple[int, int]] = {}  # operations and peak bytes of each kind of step, measured once
+        self.costs: dict[
+            Any, tuple[int, int]
+        ] = {}  # operations and peak bytes of each kind of step, measured once
 
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
         for task in tasks:
@@ -78,7 +80,9 @@ class ReferenceExecutor(Executor):
         carry, spent = self._measured(task, "start", phase.start, self._message(task))
         for k in range(task.steps):
             step = phase.step if k else phase.first
-            carry, more = self._measured(task, "step" if k else "first", step, carry, oracle, draws.at(k))
+            carry, more = self._measured(
+                task, "step" if k else "first", step, carry, oracle, draws.at(k)
+            )
             spent = spent.then(more)
         reply, more = self._measured(task, "finish", phase.finish, carry)
         whole = spent.then(more)
@@ -90,12 +94,16 @@ class ReferenceExecutor(Executor):
 
     def _message(self, task: Task) -> Message:
         """What the client receives; numbers that it alone is sent, and floats, are tensors."""
-        shared = pytree.tree_map(lambda v: self._tensor(v) if isinstance(v, float) else v, dict(task.broadcast.message))
+        shared = pytree.tree_map(
+            lambda v: self._tensor(v) if isinstance(v, float) else v, dict(task.broadcast.message)
+        )
         own = pytree.tree_map(self._tensor, dict(task.own))
         remembered = {}
         if task.broadcast.phase.remembers:
             remembered["memory"] = phase_memory(self.memories.get(task.client, {}))
-        return Message(**shared, **own, **remembered, steps=sent(task.steps, self.device, self.dtype))
+        return Message(
+            **shared, **own, **remembered, steps=sent(task.steps, self.device, self.dtype)
+        )
 
     def _tensor(self, value: Any) -> Tensor:
         return sent(value, self.device, self.dtype if isinstance(value, float) else None)
@@ -119,10 +127,14 @@ class ReferenceExecutor(Executor):
             with Meter() as meter:
                 table[side] = embedded(self.problem, x, held, batch)
             piece = [tensor[:batch] for _, tensor in leaves(held)]
-            cost = cost.then(TaskCost(flops=meter.flops, peak_bytes=nbytes([x, piece]) + meter.peak_bytes))
+            cost = cost.then(
+                TaskCost(flops=meter.flops, peak_bytes=nbytes([x, piece]) + meter.peak_bytes)
+            )
         return table, cost, nbytes(table)
 
-    def _measured(self, task: Task, part: str, fn: Callable[..., Any], *args: Any) -> tuple[Any, TaskCost]:
+    def _measured(
+        self, task: Task, part: str, fn: Callable[..., Any], *args: Any
+    ) -> tuple[Any, TaskCost]:
         """fn(*args), with its operations and the bytes it holds; these are measured once for each kind of step."""
         inputs = [leaf for leaf in pytree.tree_leaves(_plain(args)) if isinstance(leaf, Tensor)]
         kind = (task.broadcast.phase.structure, part, tuple((t.shape, t.dtype) for t in inputs))
@@ -141,9 +153,13 @@ class ReferenceExecutor(Executor):
         values = dict(reply)
         if phase.remembers:
             if "memory" not in values:
-                raise TypeError(f"phase {phase.name!r} remembers; its finish must return a memory beside its reply")
+                raise TypeError(
+                    f"phase {phase.name!r} remembers; its finish must return a memory beside its reply"
+                )
             kept = stage_memory(self.memories.get(task.client, {}))
-            self.memories[task.client] = joined(pytree.tree_map(torch.clone, values.pop("memory")), kept)
+            self.memories[task.client] = joined(
+                pytree.tree_map(torch.clone, values.pop("memory")), kept
+            )
         if why := wrong_form(values, phase.reply, self.problem, task.broadcast.submodel):
             raise TypeError(f"phase {phase.name!r} {why}")
         return values
@@ -155,7 +171,9 @@ class ReferenceExecutor(Executor):
             return values
         memory = self.memories.get(task.client, {})
         key = fold_in(sent(task.key, self.device), STAGE_STREAM)
-        payload, kept = encoded(stages, values, task.broadcast.phase.reply, key, stage_memory(memory))
+        payload, kept = encoded(
+            stages, values, task.broadcast.phase.reply, key, stage_memory(memory)
+        )
         if kept:
             self.memories[task.client] = joined(phase_memory(memory), kept)
         return payload
@@ -181,4 +199,8 @@ class ReferenceExecutor(Executor):
 
 def _plain(args: tuple[Any, ...]) -> list[Any]:
     """Arguments as nests of tensors: a message has them as attributes, an oracle has none."""
-    return [vars(arg) if isinstance(arg, Message) else arg for arg in args if not isinstance(arg, Oracle)]
+    return [
+        vars(arg) if isinstance(arg, Message) else arg
+        for arg in args
+        if not isinstance(arg, Oracle)
+    ]

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel import checks
-from fedbilevel.environment import Environment
+from fedbilevel.core import checks
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.rng import fold_in, integers, root, subset
+from fedbilevel.core.tree import nbytes
 from fedbilevel.federation import ledger as events
-from fedbilevel.federation.assignment import Assigner, Own, Submodels
+from fedbilevel.federation._assignment import Assigner, Own, Submodels
+from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import QuorumError, Replies
 from fedbilevel.federation.task import Broadcast, Results, Task
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
-from fedbilevel.problem import Problem
-from fedbilevel.rng import fold_in, integers, root, subset
-from fedbilevel.tree import nbytes
 
 
 class Federation:
@@ -44,7 +44,15 @@ class Federation:
         device: where the server computes.
     """
 
-    KEPT = ("iteration", "cohorts", "draws", "recorded", "heard", "in_flight", "deferred_quorum_error")
+    KEPT = (
+        "iteration",
+        "cohorts",
+        "draws",
+        "recorded",
+        "heard",
+        "in_flight",
+        "deferred_quorum_error",
+    )
 
     def __init__(
         self,
@@ -65,7 +73,9 @@ class Federation:
         self.weights = weights
         self.seed = checks.integer("seed", seed, least=0)
         self.device = device
-        self.assigner = Assigner(problem, clients, self.environment, weights, transport.samples, seed)
+        self.assigner = Assigner(
+            problem, clients, self.environment, weights, transport.samples, seed
+        )
         self.ledger = Ledger()
         self.iteration = 0  # completed iterations of the algorithm
         self.cohorts = 0
@@ -73,7 +83,9 @@ class Federation:
         self.recorded: dict[str, tuple[float | Tensor, int]] = {}  # sums or extremes, and counts
         self.heard: set[int] = set()
         self.in_flight: dict[int, Task] = {}  # posted tasks that have not ended, by client
-        self.unjudged: tuple[int, Replies] | None = None  # how many were asked, and replies taken unchecked
+        self.unjudged: tuple[int, Replies] | None = (
+            None  # how many were asked, and replies taken unchecked
+        )
         self.deferred_quorum_error = ""
 
     def __len__(self) -> int:
@@ -96,7 +108,9 @@ class Federation:
         size = self.environment.cohort(len(self))
         if not absent:
             return subset(key, len(self), size)
-        candidates = subset(key, len(self), size + len(absent))  # costs nothing per registered client
+        candidates = subset(
+            key, len(self), size + len(absent)
+        )  # costs nothing per registered client
         present = [client for client in candidates if client not in absent]
         return [present[place] for place in subset(fold_in(key, 1), len(present), size)]
 
@@ -124,7 +138,9 @@ class Federation:
             submodels: one per client; the trees in `message` are cut to it, and so is the reply. None: the whole model.
             **message: what everyone is sent.
         """
-        tasks = self.assigner.assign(phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration)
+        tasks = self.assigner.assign(
+            phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration
+        )
         self.ledger.book(events.Round(phase.name))
         replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
         reports: Iterable[Report] = itertools.chain(
@@ -149,12 +165,18 @@ class Federation:
         """Have clients run a phase, without waiting; the arguments are those of `ask`."""
         for client, times in Counter(clients).items():
             if client in self.in_flight or times > 1:
-                raise RuntimeError(f"client {client} would have two tasks in flight; it can have one at a time")
+                raise RuntimeError(
+                    f"client {client} would have two tasks in flight; it can have one at a time"
+                )
         for other in itertools.islice(self.in_flight.values(), 1):
             if other.broadcast.phase.name != phase.name:
                 name = other.broadcast.phase.name
-                raise RuntimeError(f"phase {phase.name!r} must wait: tasks of {name!r} are in flight")
-        tasks = self.assigner.assign(phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration)
+                raise RuntimeError(
+                    f"phase {phase.name!r} must wait: tasks of {name!r} are in flight"
+                )
+        tasks = self.assigner.assign(
+            phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration
+        )
         self.in_flight |= {task.client: task for task in tasks}
         for report in self.transport.send(tasks, False):
             self._take(report, None)
@@ -162,7 +184,9 @@ class Federation:
     def collect(self, count: int | None = None) -> Replies:
         """The next `count` accepted arrivals (by default the environment's participation), or all there are."""
         if not self.in_flight:
-            raise RuntimeError("nothing is in flight, so nothing can be collected; post a task first")
+            raise RuntimeError(
+                "nothing is in flight, so nothing can be collected; post a task first"
+            )
         if count is None:
             count = self.environment.cohort(len(self))
         checks.integer("count", count, least=1)
@@ -173,7 +197,9 @@ class Federation:
             reports = list(self.transport.receive(None, count - len(replies)))
             if not reports:
                 name = type(self.transport).__name__
-                raise RuntimeError(f"{name} reports nothing of {len(self.in_flight)} tasks in flight")
+                raise RuntimeError(
+                    f"{name} reports nothing of {len(self.in_flight)} tasks in flight"
+                )
             for task in sorted(_ended(reports), key=_end_time):
                 task.position = len(replies.idle)
                 replies.idle.append(task.client)
@@ -210,7 +236,10 @@ class Federation:
             if extreme and count:
                 self.recorded[name] = (extreme(float(total), float(value)), count + 1)
             else:  # tensors stay where they are: a GPU is not waited for
-                self.recorded[name] = (total + (value.double() if isinstance(value, Tensor) else value), count + 1)
+                self.recorded[name] = (
+                    total + (value.double() if isinstance(value, Tensor) else value),
+                    count + 1,
+                )
 
     def records(self) -> dict[str, float]:
         """What was recorded since the last call."""
@@ -232,7 +261,11 @@ class Federation:
     def mark(self) -> dict[str, Any]:
         """What `back` needs to undo an iteration, until the next mark."""
         kept = {name: copy(getattr(self, name)) for name in self.KEPT}
-        kept |= {"ledger": self.ledger.mark(), "unjudged": self.unjudged, "transport": self.transport.mark()}
+        kept |= {
+            "ledger": self.ledger.mark(),
+            "unjudged": self.unjudged,
+            "transport": self.transport.mark(),
+        }
         return {**kept, "tasks": self.assigner.made}
 
     def back(self, mark: Mapping[str, Any]) -> None:
@@ -249,7 +282,9 @@ class Federation:
         return {
             **{name: getattr(self, name) for name in self.KEPT},
             "ledger": asdict(self.ledger),
-            "recorded": {name: (float(total), count) for name, (total, count) in self.recorded.items()},
+            "recorded": {
+                name: (float(total), count) for name, (total, count) in self.recorded.items()
+            },
             "heard": sorted(self.heard),
             "tasks": self.assigner.made,
             "in_flight": self.assigner.plain(list(self.in_flight.values())),
@@ -263,7 +298,9 @@ class Federation:
         self.ledger = Ledger.load(snapshot["ledger"])
         self.heard = set(snapshot["heard"])
         self.assigner.made = snapshot["tasks"]
-        self.in_flight = {task.client: task for task in self.assigner.load(snapshot["in_flight"], self.device)}
+        self.in_flight = {
+            task.client: task for task in self.assigner.load(snapshot["in_flight"], self.device)
+        }
         self.transport.restore(snapshot["transport"], self.in_flight)
 
     def _take(self, report: Report, replies: Replies | None) -> None:
@@ -310,7 +347,9 @@ class Federation:
         if len(replies) < needed:
             why = f" ({replies.refused[0]})" if replies.refused else ""
             accepted = f"{len(replies)} of {asked} replies were accepted"
-            self.deferred_quorum_error = f"{replies.label}: {accepted}, at least {needed} needed{why}"
+            self.deferred_quorum_error = (
+                f"{replies.label}: {accepted}, at least {needed} needed{why}"
+            )
 
     def _refused(self, replies: Replies) -> None:
         self.ledger.book(events.Refused(len(replies.refused)))
@@ -368,7 +407,9 @@ def _ended(reports: Iterable[Report]) -> Iterator[Task]:
 
 def _sent(tasks: Sequence[Task]) -> events.Sent:
     """What tasks weigh on their way to the clients."""
-    shared = {broadcast: nbytes(broadcast.travels) for broadcast in {task.broadcast for task in tasks}}
+    shared = {
+        broadcast: nbytes(broadcast.travels) for broadcast in {task.broadcast for task in tasks}
+    }
     sizes = [shared[task.broadcast] + (nbytes(dict(task.own)) if task.own else 0) for task in tasks]
     phase = tasks[0].broadcast.phase.name if tasks else ""
     return events.Sent(phase, [task.client for task in tasks], sizes)

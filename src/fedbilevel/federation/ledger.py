@@ -43,7 +43,9 @@ class Accounts:
 
     FIGURES: ClassVar = ("bytes_up", "bytes_down", "flops", "peak_bytes")
     ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    figures: Tensor = field(default_factory=lambda: torch.zeros(len(Accounts.FIGURES), 0, dtype=torch.int64))
+    figures: Tensor = field(
+        default_factory=lambda: torch.zeros(len(Accounts.FIGURES), 0, dtype=torch.int64)
+    )
 
     def __post_init__(self) -> None:
         self._column = {client: j for j, client in enumerate(self.ids.tolist())}
@@ -109,7 +111,9 @@ class Accounts:
         for k in group.unique():
             paid = self.figures[:, group == k].double()
             rows = zip(self.FIGURES, paid, strict=True)
-            amounts = {name: float(row.max() if name in LARGEST else row.mean()) for name, row in rows}
+            amounts = {
+                name: float(row.max() if name in LARGEST else row.mean()) for name, row in rows
+            }
             found.append({"clients": paid.shape[1], **amounts})
         return found
 
@@ -187,11 +191,15 @@ class Ledger:
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> Ledger:
         phases = {name: Cost(**cost) for name, cost in values["phases"].items()}
-        return cls(**{**values, "phases": phases, "clients": Accounts(**deepcopy(values["clients"]))})
+        return cls(
+            **{**values, "phases": phases, "clients": Accounts(**deepcopy(values["clients"]))}
+        )
 
     def mark(self) -> dict[str, Any]:
         """To go `back` to, until the next."""
-        values = {f.name: deepcopy(getattr(self, f.name)) for f in fields(self) if f.name != "clients"}
+        values = {
+            f.name: deepcopy(getattr(self, f.name)) for f in fields(self) if f.name != "clients"
+        }
         return {**values, "clients": self.clients.mark()}
 
     def back(self, mark: Mapping[str, Any]) -> None:
@@ -207,7 +215,9 @@ class Ledger:
     def rounds(self) -> int:
         return sum(cost.rounds for cost in self.phases.values())
 
-    def _charge(self, phase: str, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]) -> None:
+    def _charge(
+        self, phase: str, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]
+    ) -> None:
         """Add what these clients spent, one amount per client."""
         if clients:
             cost = self.phase(phase)
@@ -218,7 +228,9 @@ class Ledger:
 
     def totals(self) -> dict[str, int]:
         costs = self.phases.values()
-        return {f.name: _total(f.name, [getattr(cost, f.name) for cost in costs]) for f in fields(Cost)}
+        return {
+            f.name: _total(f.name, [getattr(cost, f.name) for cost in costs]) for f in fields(Cost)
+        }
 
 
 def _total(name: str, values: Sequence[int]) -> int:

@@ -12,23 +12,29 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_
 
 from torch import Tensor
 
-from fedbilevel import checks
-from fedbilevel.oracle import Oracle
-from fedbilevel.settings import FrozenDataclass, Rule, build, epochs
+from fedbilevel.core import checks
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.settings import FrozenDataclass, Rule, build, epochs
 
 Sides = Literal["train", "val", "both"]
-Kind = Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]  # the last: a tree of these shapes
+Kind = (
+    Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]
+)  # the last: a tree of these shapes
 
 
 def _check_steps(name: str, value: Any) -> Any:
     if isinstance(value, str):
         if value != "local" and epochs(value) is None:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number, 'local' or 'N epochs'")
+            raise ValueError(
+                f"{name} is {value!r}; it must be a whole number, 'local' or 'N epochs'"
+            )
         return value
     return checks.integer(name, value, least=1)
 
 
-Steps = Annotated[int | str, Rule("whole number, at least 1, or 'local', or 'N epochs'", _check_steps)]
+Steps = Annotated[
+    int | str, Rule("whole number, at least 1, or 'local', or 'N epochs'", _check_steps)
+]
 
 
 class Input:
@@ -137,7 +143,10 @@ class Phase(FrozenDataclass, ABC):
 
     def plain(self) -> dict[str, Any]:
         """The phase as plain values, for a wire or a file; `load` reads it."""
-        return {"phase": self.registered_name(), **{f.name: getattr(self, f.name) for f in fields(self)}}
+        return {
+            "phase": self.registered_name(),
+            **{f.name: getattr(self, f.name) for f in fields(self)},
+        }
 
     @staticmethod
     def load(plain: Any) -> Phase:
@@ -176,5 +185,6 @@ def number_fields(kind: type[Phase]) -> tuple[str, ...]:
     return tuple(
         name
         for name in names
-        if get_origin(hints[name]) is Annotated and any(isinstance(mark, Input) for mark in get_args(hints[name]))
+        if get_origin(hints[name]) is Annotated
+        and any(isinstance(mark, Input) for mark in get_args(hints[name]))
     )

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.devices import fetched
+from fedbilevel.core.devices import fetched
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodels import Submodel
+from fedbilevel.core.tree import Tree, flatten, is_finite
 from fedbilevel.federation.phase import Kind, Phase
+from fedbilevel.federation.stages import decoded
 from fedbilevel.federation.task import Broadcast, Results, Sums, Values
-from fedbilevel.problem import Problem
-from fedbilevel.stages import decoded
-from fedbilevel.submodels import Submodel
-from fedbilevel.tree import Tree, flatten, is_finite
 
 log = logging.getLogger("fedbilevel")
 
@@ -55,7 +55,9 @@ def wrong_form(
         return f"replied with {sorted(values)}; it declares {sorted(declared)}"
     dtype = next(iter(problem.x.values())).dtype
     for name, kind in declared.items():
-        expected = {key: (*stack, *shape) for key, shape in declared_shapes(kind, problem, submodel).items()}
+        expected = {
+            key: (*stack, *shape) for key, shape in declared_shapes(kind, problem, submodel).items()
+        }
         alike = isinstance(values[name], Tensor if kind == "scalar" else Tree)
         if not alike or _shapes(values[name]) != expected:
             what = repr(kind) if isinstance(kind, str) else "the tree"
@@ -65,7 +67,9 @@ def wrong_form(
     return None
 
 
-def declared_shapes(kind: Kind, problem: Problem, submodel: Submodel | None) -> dict[str, tuple[int, ...]]:
+def declared_shapes(
+    kind: Kind, problem: Problem, submodel: Submodel | None
+) -> dict[str, tuple[int, ...]]:
     """The shapes of one declared value: like x, like y, a scalar, or a tree of shapes."""
     if not isinstance(kind, str):
         return {name: tuple(shape) for name, shape in kind.items()}
@@ -148,7 +152,14 @@ class Replies:
         """The same for replies that come from one submodel."""
         broadcast = results.tasks[0].broadcast
         found = [
-            Reply(task.position, task.client, task.steps, task.weight, iteration - task.broadcast.iteration, {})
+            Reply(
+                task.position,
+                task.client,
+                task.steps,
+                task.weight,
+                iteration - task.broadcast.iteration,
+                {},
+            )
             for task in results.tasks
         ]
         if results.sums:
@@ -157,7 +168,9 @@ class Replies:
         values, why = results.values, None
         if broadcast.stages:
             values, why = self._decoded(values, broadcast)
-        why = why or wrong_form(values, self.phase.reply, self.problem, broadcast.submodel, len(found))
+        why = why or wrong_form(
+            values, self.phase.reply, self.problem, broadcast.submodel, len(found)
+        )
         if why:
             for reply in found:
                 self.refuse(reply.client, why)
@@ -177,12 +190,19 @@ class Replies:
         except Exception as error:  # a client can send anything
             return payload, f"replied with what its stages cannot decode ({type(error).__name__})"
 
-    def add(self, replies: Sequence[Reply], stack: Values, submodel: Submodel | None = None) -> None:
+    def add(
+        self, replies: Sequence[Reply], stack: Values, submodel: Submodel | None = None
+    ) -> None:
         """Take a stack of values (leading axis: clients), one for each of `replies`; refuse those not finite."""
-        stack = {**stack, "steps": torch.tensor([reply.steps for reply in replies], dtype=torch.float64)}
+        stack = {
+            **stack,
+            "steps": torch.tensor([reply.steps for reply in replies], dtype=torch.float64),
+        }
         sums = weighted_sum(stack, _weights(replies))
         if not is_finite(sums):
-            keep = [j for j, reply in enumerate(replies) if self._is_finite(reply.client, row(stack, j))]
+            keep = [
+                j for j, reply in enumerate(replies) if self._is_finite(reply.client, row(stack, j))
+            ]
             if not keep:
                 return
             replies = [replies[j] for j in keep]
@@ -194,9 +214,13 @@ class Replies:
         if self.phase.summed:
             self._replies += replies
         else:
-            self._replies += [reply._replace(values=row(stack, j)) for j, reply in enumerate(replies)]
+            self._replies += [
+                reply._replace(values=row(stack, j)) for j, reply in enumerate(replies)
+            ]
 
-    def add_sums(self, replies: Sequence[Reply], sums: Sums, submodel: Submodel | None = None) -> None:
+    def add_sums(
+        self, replies: Sequence[Reply], sums: Sums, submodel: Submodel | None = None
+    ) -> None:
         """Take replies that were added up where they were computed; on a GPU, without waiting for it."""
         if submodel:
             self.settle()
@@ -238,7 +262,10 @@ class Replies:
         for kind in dict.fromkeys(self._variables().values()):
             whole = Tree(getattr(self.problem, kind)).map(torch.ones_like)
             part = submodel.spread(submodel.cut(whole), whole)
-            for sums, amount in ((self._held, len(replies)), (self._held_weights, _weight(replies))):
+            for sums, amount in (
+                (self._held, len(replies)),
+                (self._held_weights, _weight(replies)),
+            ):
                 sums[kind] = sums[kind] + part * amount if kind in sums else part * amount
         self._from_submodels += replies
 
@@ -258,9 +285,13 @@ class Replies:
         if not self._unchecked and not self._replies:
             raise QuorumError(f"{self.label}: no reply was accepted")
         if name not in self._sums:
-            raise KeyError(f"phase {self.phase.name!r} replies with {', '.join(self._sums)}, not {name!r}")
+            raise KeyError(
+                f"phase {self.phase.name!r} replies with {', '.join(self._sums)}, not {name!r}"
+            )
         if self._from_submodels and name in self._variables():
-            raise RuntimeError(f"{self.label}: {name!r} comes from submodels; it has a coverage_mean, no mean")
+            raise RuntimeError(
+                f"{self.label}: {name!r} comes from submodels; it has a coverage_mean, no mean"
+            )
         total = self._sums[name] / (self._count if self._unchecked else len(self))
         return total if isinstance(total, Tree) or self._unchecked else float(total)
 
@@ -272,7 +303,10 @@ class Replies:
             return self.mean(name) * (len(self) / total if total else 0.0)  # type: ignore[no-any-return]
         whole = _weight(self._replies) - _weight(self._from_submodels)
         parts = self._held_weights[self._variables()[name]]
-        return self._sums[name].map(lambda t, w: torch.where(w + whole > 0, t / (w + whole), 0.0), parts)  # type: ignore[no-any-return]
+        mean: Tree = self._sums[name].map(
+            lambda t, w: torch.where(w + whole > 0, t / (w + whole), 0.0), parts
+        )
+        return mean
 
     def coverage(self) -> dict[str, float]:
         """Of x and of y, where they come from submodels."""
@@ -309,7 +343,9 @@ def _weights(replies: Sequence[Reply]) -> Tensor:
 
 def add_up(stack: Values, weights: Tensor, steps: Tensor) -> Sums:
     """The weighted sums of the finite replies of a stack, without a look at it from the host."""
-    largest = [torch.linalg.vector_norm(_rows(t), torch.inf, 1).double() for t in pytree.tree_leaves(stack)]
+    largest = [
+        torch.linalg.vector_norm(_rows(t), torch.inf, 1).double() for t in pytree.tree_leaves(stack)
+    ]
     finite = torch.stack(largest).isfinite()
     good = finite.all(0)
     mine = weights.where(good, 0.0)

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.submodels import Submodel
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation.phase import Phase
-from fedbilevel.stages import Stage
-from fedbilevel.submodels import Submodel
-from fedbilevel.tree import Tree
+from fedbilevel.federation.stages import Stage
 
-Values = dict[str, Any]  # a reply, or a stack of replies with a leading axis: trees and tensors by name
+Values = dict[
+    str, Any
+]  # a reply, or a stack of replies with a leading axis: trees and tensors by name
 
 
 class ClientError(RuntimeError):
@@ -87,7 +89,16 @@ class Task:
 
     def plain(self, broadcast: int) -> tuple[Any, ...]:
         """The task as plain values, for a file; its broadcast is a number there."""
-        return broadcast, self.number, self.position, self.client, self.steps, dict(self.own), self.key, self.weight
+        return (
+            broadcast,
+            self.number,
+            self.position,
+            self.client,
+            self.steps,
+            dict(self.own),
+            self.key,
+            self.weight,
+        )
 
 
 class TaskCost(NamedTuple):
@@ -193,7 +204,9 @@ class on_client:  # noqa: N801  (it reads as a phrase: with on_client(3, "round 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
         if not isinstance(error, Exception) or isinstance(error, ClientError):
             return
         where = f"client {self.client}, {self.place}"

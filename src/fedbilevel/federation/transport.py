@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation.task import Results, Task, TaskCost
-from fedbilevel.tree import Tree
 
 
 class Departed(NamedTuple):
@@ -93,7 +93,9 @@ class Transport(ABC):
 
     def standstill(self) -> AbstractContextManager[None]:
         """Within, no time passes."""
-        raise RuntimeError("only a simulation can leave an exchange out of costs and time; aphe must be 'clients'")
+        raise RuntimeError(
+            "only a simulation can leave an exchange out of costs and time; aphe must be 'clients'"
+        )
 
     def mark(self) -> Any:
         """What `back` needs to undo everything that happens from now on, until the next mark."""
@@ -108,7 +110,9 @@ class Transport(ABC):
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
         """Go on from a snapshot; `tasks` are those that were in flight without a barrier, by client."""
         if tasks:
-            raise ValueError(f"{type(self).__name__} cannot go on with tasks in flight; {len(tasks)} were")
+            raise ValueError(
+                f"{type(self).__name__} cannot go on with tasks in flight; {len(tasks)} were"
+            )
 
     def keep_in(self, folder: Path) -> None:
         """Where to put, from now on, what would make every checkpoint large."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedbilevel import checks
-from fedbilevel.nets.cutting import axes
-from fedbilevel.nets.layers import Dropout, GroupNorm, Residual, dropout, randomness
+from fedbilevel.core import checks
+from fedbilevel.nets._cutting import axes
+from fedbilevel.nets._layers import Dropout, GroupNorm, Residual, dropout, randomness
 
 __all__ = [
     "Dropout",
@@ -57,7 +57,10 @@ def lenet(channels: int, size: int, outputs: int, seed: int = 0, head_layers: in
             *(nn.Conv2d(channels, 6, 5, padding=(32 - size) // 2), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
         ]
-        first, second = [nn.Flatten(), nn.Linear(16 * 5 * 5, 120), nn.ReLU()], [nn.Linear(120, 84), nn.ReLU()]
+        first, second = (
+            [nn.Flatten(), nn.Linear(16 * 5 * 5, 120), nn.ReLU()],
+            [nn.Linear(120, 84), nn.ReLU()],
+        )
         last = nn.Linear(84, outputs)
         if head_layers == 1:
             return _classifier(nn.Sequential(*features, *first, *second), last)
@@ -79,13 +82,20 @@ def conv4(channels: int, size: int, outputs: int, seed: int = 0, hidden: int = 6
         for block in range(4):
             inputs = hidden if block else channels
             layers += [*_convolution(inputs, hidden), nn.ReLU(), _pool(side >> block)]
-        return _classifier(nn.Sequential(*layers, nn.Flatten()), nn.Linear(hidden * max(side >> 4, 1) ** 2, outputs))
+        return _classifier(
+            nn.Sequential(*layers, nn.Flatten()),
+            nn.Linear(hidden * max(side >> 4, 1) ** 2, outputs),
+        )
 
     return seeded(build, seed)
 
 
 def resnet12(
-    channels: int, size: int, outputs: int, seed: int = 0, widths: tuple[int, ...] = (64, 128, 256, 512)
+    channels: int,
+    size: int,
+    outputs: int,
+    seed: int = 0,
+    widths: tuple[int, ...] = (64, 128, 256, 512),
 ) -> nn.Module:
     """ResNet-12 (Oreshkin et al. 2018): a residual block of three 3x3 convolutions for each width, with GroupNorm.
 
@@ -98,7 +108,9 @@ def resnet12(
         layers: list[nn.Module] = []
         for block, (inputs, width) in enumerate(pairwise((channels, *widths))):
             first, second = _convolution(inputs, width), _convolution(width, width)
-            path = nn.Sequential(*first, nn.LeakyReLU(0.1), *second, nn.LeakyReLU(0.1), *_convolution(width, width))
+            path = nn.Sequential(
+                *first, nn.LeakyReLU(0.1), *second, nn.LeakyReLU(0.1), *_convolution(width, width)
+            )
             shortcut = nn.Sequential(*_convolution(inputs, width, kernel=1))
             layers += [Residual(path, shortcut), nn.LeakyReLU(0.1), _pool(side >> block)]
         return _classifier(nn.Sequential(*layers, *_mean()), nn.Linear(widths[-1], outputs))
@@ -107,7 +119,11 @@ def resnet12(
 
 
 def resnet18(
-    channels: int, size: int, outputs: int, seed: int = 0, widths: tuple[int, ...] = (64, 128, 256, 512)
+    channels: int,
+    size: int,
+    outputs: int,
+    seed: int = 0,
+    widths: tuple[int, ...] = (64, 128, 256, 512),
 ) -> nn.Module:
     """ResNet-18 (He et al. 2016) in its form for small images, with GroupNorm: a 3x3 stem without pooling.
 
@@ -118,9 +134,15 @@ def resnet18(
     _check_widths("widths", *widths)
 
     def block(inputs: int, width: int, stride: int) -> list[nn.Module]:
-        path = nn.Sequential(*_convolution(inputs, width, stride=stride), nn.ReLU(), *_convolution(width, width))
+        path = nn.Sequential(
+            *_convolution(inputs, width, stride=stride), nn.ReLU(), *_convolution(width, width)
+        )
         same = inputs == width and stride == 1
-        shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, width, kernel=1, stride=stride))
+        shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(*_convolution(inputs, width, kernel=1, stride=stride))
+        )
         return [Residual(path, shortcut), nn.ReLU()]
 
     def build() -> nn.Module:
@@ -150,7 +172,9 @@ def _mean() -> list[nn.Module]:
 def _check_widths(name: str, *widths: int) -> None:
     for width in widths:
         if checks.integer(name, width, 1) % _GROUP:
-            raise ValueError(f"{name} is {width}; it must be a multiple of {_GROUP}, the channels of a group")
+            raise ValueError(
+                f"{name} is {width}; it must be a multiple of {_GROUP}, the channels of a group"
+            )
 
 
 def _classifier(backbone: nn.Module, head: nn.Module) -> nn.Module:
@@ -166,18 +190,27 @@ def stem(net: nn.Module) -> tuple[Call, Call]:
     Each is a function of the network's parameters, by name, and of its inputs.
     """
     layers = list(net.get_submodule("backbone").named_children())
-    first = next((place for place, (_, layer) in enumerate(layers) if isinstance(layer, Dropout)), len(layers))
+    first = next(
+        (place for place, (_, layer) in enumerate(layers) if isinstance(layer, Dropout)),
+        len(layers),
+    )
     below, above = (nn.Sequential(OrderedDict(some)) for some in (layers[:first], layers[first:]))
-    return _call(nn.Sequential(OrderedDict(backbone=below))), _call(_classifier(above, net.get_submodule("head")))
+    return _call(nn.Sequential(OrderedDict(backbone=below))), _call(
+        _classifier(above, net.get_submodule("head"))
+    )
 
 
 def _call(part: nn.Module) -> Call:
     names = [name for name, _ in part.named_parameters()]
-    return lambda parameters, inputs: functional_call(part, {name: parameters[name] for name in names}, (inputs,))
+    return lambda parameters, inputs: functional_call(
+        part, {name: parameters[name] for name in names}, (inputs,)
+    )
 
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """What `build` returns when initialised from `seed`, with the global generator left as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the accelerators too, for good
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed would seed the accelerators too, for good
         return build()

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedbilevel.report import curves
-from fedbilevel.report.curves import AXES, TARGETS, Axis, Row, Spread
+from fedbilevel.report import _curves as curves
+from fedbilevel.report._curves import AXES, TARGETS, Axis, Row, Spread
 from fedbilevel.runs import folder
 
 __all__ = ["AXES", "TARGETS", "Axis", "Row", "Spread", "ranked", "write_figure", "write_page"]
@@ -19,7 +19,7 @@ def ranked(paths: Iterable[Path | str], axis: str = "round") -> list[Row]:
 
 def write_page(paths: Iterable[Path | str], out: Path | str) -> None:
     """Write one HTML file, complete in itself, about every run at or below the paths."""
-    from fedbilevel.report.page import page  # plotly takes long to import
+    from fedbilevel.report._page import page  # plotly takes long to import
 
     html = page([folder.read(path) for path in folder.find(paths)])
     Path(out).write_text(html, encoding="utf-8", newline="\n")
@@ -27,6 +27,6 @@ def write_page(paths: Iterable[Path | str], out: Path | str) -> None:
 
 def write_figure(paths: Iterable[Path | str], out: Path | str) -> None:
     """Write a PDF or PNG for a paper about every run at or below the paths."""
-    from fedbilevel.report.figure import figure  # matplotlib takes long to import
+    from fedbilevel.report._figure import figure  # matplotlib takes long to import
 
     figure([folder.read(path) for path in folder.find(paths)], Path(out))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from fedbilevel.packing import pack, unpack
+from fedbilevel.core.codec import pack, unpack
 
 VERSION = "3"
 
@@ -39,7 +39,9 @@ def load(path: Path) -> Any:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a readable checkpoint ({str(error).splitlines()[0]})") from error
+        raise ValueError(
+            f"{path} is not a readable checkpoint ({str(error).splitlines()[0]})"
+        ) from error
     if metadata.get("fedbilevel") != VERSION:
         found = metadata.get("fedbilevel")
         what = f"is a checkpoint of version {found}" if found else "was not written by fedbilevel"

@@ -38,10 +38,18 @@ def find(paths: Iterable[Path | str]) -> list[Path]:
     found: set[Path] = set()
     for path in map(Path, paths):
         if not path.is_dir():
-            raise FileNotFoundError(f"{path} is not a folder: expected a run folder or a folder that holds some")
-        below = {file.parent.resolve() for file in path.rglob(METRICS) if (file.parent / CONFIG).is_file()}
+            raise FileNotFoundError(
+                f"{path} is not a folder: expected a run folder or a folder that holds some"
+            )
+        below = {
+            file.parent.resolve()
+            for file in path.rglob(METRICS)
+            if (file.parent / CONFIG).is_file()
+        }
         if not below:
-            raise FileNotFoundError(f"{path} holds no run: expected {CONFIG} and {METRICS} in it or in a folder below")
+            raise FileNotFoundError(
+                f"{path} holds no run: expected {CONFIG} and {METRICS} in it or in a folder below"
+            )
         found |= below
     return sorted(found)
 
@@ -49,7 +57,9 @@ def find(paths: Iterable[Path | str]) -> list[Path]:
 def read(path: Path | str) -> RunFolder:
     """The run in this folder; a cut-off last line of its metrics is left out."""
     path = Path(path)
-    return RunFolder(path, _config(path / CONFIG), _history(path / METRICS), _summary(path / SUMMARY))
+    return RunFolder(
+        path, _config(path / CONFIG), _history(path / METRICS), _summary(path / SUMMARY)
+    )
 
 
 def _config(file: Path) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fedbilevel.core.tree import Tree
 from fedbilevel.runs import checkpoint, folder
-from fedbilevel.tree import Tree
 
 
 @dataclass(frozen=True)

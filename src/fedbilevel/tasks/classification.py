@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedbilevel import checks, nets
+from fedbilevel import nets
+from fedbilevel.core import checks
+from fedbilevel.core.problem import ClientData
+from fedbilevel.core.tree import Tree
 from fedbilevel.data import load
 from fedbilevel.data import partition as partitions
-from fedbilevel.problem import ClientData
-from fedbilevel.tree import Tree
 
 TRAIN_ACCURACY_SAMPLES = 5000
 AT_ONCE = 1000  # samples of which predictions are made
@@ -33,10 +34,17 @@ class Dealt(NamedTuple):
         """Each client's samples are parts of one tensor, so that a batch of many clients is one look-up in it."""
         parts = [part for split in self.splits for part in split]
         order, sizes = torch.cat(parts), [len(part) for part in parts]
-        sides = list(zip(self.inputs[order].split(sizes), self.labels[order].split(sizes), strict=True))
-        return [ClientData(train=train, val=val) for train, val in zip(sides[::2], sides[1::2], strict=True)]
+        sides = list(
+            zip(self.inputs[order].split(sizes), self.labels[order].split(sizes), strict=True)
+        )
+        return [
+            ClientData(train=train, val=val)
+            for train, val in zip(sides[::2], sides[1::2], strict=True)
+        ]
 
-    def network(self, name: str, hidden: int, seed: int, head_layers: int = 1, dropout: float = 0.0) -> nn.Module:
+    def network(
+        self, name: str, hidden: int, seed: int, head_layers: int = 1, dropout: float = 0.0
+    ) -> nn.Module:
         """A network for these inputs and classes: mlp (of `hidden` units), cnn (LeNet-5) or resnet18."""
         checks.one_of("model", name, ("mlp", "cnn", "resnet18"))
         if name != "cnn" and head_layers != 1:
@@ -47,12 +55,16 @@ class Dealt(NamedTuple):
         if name == "mlp":
             return nets.mlp(shape.numel(), hidden, self.classes, seed, dropout)
         if len(shape) != 3:
-            raise ValueError(f"model is {name!r}, which needs images; for other data it must be 'mlp'")
+            raise ValueError(
+                f"model is {name!r}, which needs images; for other data it must be 'mlp'"
+            )
         if name == "resnet18":
             return nets.resnet18(shape[0], shape[1], self.classes, seed)
         return nets.lenet(shape[0], shape[1], self.classes, seed, head_layers)
 
-    def accuracies(self, predict: Callable[[Tree, Tree, Tensor], Tensor], x: Tree, y: Tree) -> dict[str, float]:
+    def accuracies(
+        self, predict: Callable[[Tree, Tree, Tensor], Tensor], x: Tree, y: Tree
+    ) -> dict[str, float]:
         """Of predict(x, y, inputs), a row of scores a sample: on the first 5,000 samples dealt and on the test set.
 
         Where classes are imbalanced in training, balanced_accuracy too: the mean over classes on the test set.
@@ -61,7 +73,10 @@ class Dealt(NamedTuple):
 
         def right(inputs: Tensor, labels: Tensor) -> Tensor:
             with torch.no_grad():
-                parts = [predict(x, y, part.to(device)).argmax(-1).cpu() for part in inputs.split(AT_ONCE)]
+                parts = [
+                    predict(x, y, part.to(device)).argmax(-1).cpu()
+                    for part in inputs.split(AT_ONCE)
+                ]
             return (torch.cat(parts) == labels).float()
 
         seen = right(self.inputs[:TRAIN_ACCURACY_SAMPLES], self.labels[:TRAIN_ACCURACY_SAMPLES])
@@ -113,5 +128,9 @@ def deal(
 def long_tail(labels: Tensor, classes: int, imbalance: float) -> Tensor:
     """The samples to keep, in their order: of class k the first n_k imbalance^(-k / (classes - 1)), at least 1."""
     members = [(labels == k).nonzero()[:, 0] for k in range(classes)]
-    counts = [max(round(len(own) * imbalance ** (-k / (classes - 1))), 1) for k, own in enumerate(members)]
-    return torch.cat([own[:count] for own, count in zip(members, counts, strict=True)]).sort().values
+    counts = [
+        max(round(len(own) * imbalance ** (-k / (classes - 1))), 1) for k, own in enumerate(members)
+    ]
+    return (
+        torch.cat([own[:count] for own, count in zip(members, counts, strict=True)]).sort().values
+    )

@@ -23,14 +23,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from fedbilevel import checks, nets
+from fedbilevel import nets
+from fedbilevel.core import checks
+from fedbilevel.core.problem import ClientData, Problem, split_module
+from fedbilevel.core.rng import fold_in, root, rows
+from fedbilevel.core.tree import Tree, dot, zeros_like
 from fedbilevel.data import characters
-from fedbilevel.problem import ClientData, Problem, split_module
-from fedbilevel.rng import fold_in, root, rows
-from fedbilevel.tasks import Task
-from fedbilevel.tree import Tree, dot, zeros_like
+from fedbilevel.tasks.task import Task
 
-IMAGES = 2000, 100  # through a backbone at once, when testing; on a CPU they stay in the cache of a core
+IMAGES = (
+    2000,
+    100,
+)  # through a backbone at once, when testing; on a CPU they stay in the cache of a core
 
 
 def few_shot(
@@ -68,7 +72,9 @@ def few_shot(
     count, drawings, _, size, _ = source.train.shape
     checks.integer("shots", shots, least=1, most=drawings - 1)
     if ways > len(source.test):
-        raise ValueError(f"ways is {ways}; it must be at most {len(source.test)}, the test characters of {data}")
+        raise ValueError(
+            f"ways is {ways}; it must be at most {len(source.test)}, the test characters of {data}"
+        )
     if clients > count // ways:
         raise ValueError(
             f"clients is {clients}; it must be at most {count // ways}, as each needs {ways} of the {count} training "
@@ -79,7 +85,11 @@ def few_shot(
     else:
         net = nets.resnet12(1, size, ways, seed)
     learner = Learner(net, ways, shots, ridge, adapt_steps, adapt_lr)
-    scores = {"head": learner.adapt_head, "all": learner.adapt_all, "prototypes": learner.prototypes}
+    scores = {
+        "head": learner.adapt_head,
+        "all": learner.adapt_all,
+        "prototypes": learner.prototypes,
+    }
     adapted = scores[checks.one_of("adapt", adapt, scores)]
 
     keys = fold_in(root(seed, "test episodes"), torch.arange(episodes))
@@ -91,11 +101,18 @@ def few_shot(
         device = y["head.bias"].device
         pool = source.test[used].to(device)
         if adapt != "all":  # the backbone stays: one pass serves all episodes
-            found = [learner.features(x, images) for images in pool.flatten(0, 1).split(IMAGES[device.type == "cpu"])]
+            found = [
+                learner.features(x, images)
+                for images in pool.flatten(0, 1).split(IMAGES[device.type == "cpu"])
+            ]
             pool = torch.cat(found).unflatten(0, (-1, drawings))
-        drawn = pool[place[..., None].to(device), order.to(device)]  # (episodes, ways, drawings, ...)
+        drawn = pool[
+            place[..., None].to(device), order.to(device)
+        ]  # (episodes, ways, drawings, ...)
         support, query = drawn[:, :, :shots].flatten(1, 2), drawn[:, :, shots:].flatten(1, 2)
-        guess = vmap(partial(adapted, x, y), chunk_size=1 if adapt == "all" else None)(support, query).argmax(-1)
+        guess = vmap(partial(adapted, x, y), chunk_size=1 if adapt == "all" else None)(
+            support, query
+        ).argmax(-1)
         accuracy = (guess == learner.places(query[0])).float().mean(1)
         return {
             "test_accuracy": float(accuracy.mean()),
@@ -114,7 +131,11 @@ def few_shot(
     )
     sets = source.train[: count // ways * ways].unflatten(0, (-1, ways))
     shards = [shard.flatten(0, 1) for shard in sets.tensor_split(clients)]
-    return Task(problem, [ClientData(train={"support": shard}, val={"query": shard}) for shard in shards], evaluate)
+    return Task(
+        problem,
+        [ClientData(train={"support": shard}, val={"query": shard}) for shard in shards],
+        evaluate,
+    )
 
 
 @dataclass(frozen=True)
@@ -143,7 +164,9 @@ class Learner:
 
     def places(self, samples: Tensor) -> Tensor:
         """The labels of samples that are sorted by character, equally many of each."""
-        return torch.arange(self.ways, device=samples.device).repeat_interleave(len(samples) // self.ways)
+        return torch.arange(self.ways, device=samples.device).repeat_interleave(
+            len(samples) // self.ways
+        )
 
     def embed(self, x: Tree, data: dict[str, Tensor], rng: Tensor) -> dict[str, Tensor]:
         """The features of a batch's support or of its queries, whichever its name asks for; rng says which is which."""
@@ -173,7 +196,9 @@ class Learner:
 
     def adapt_all(self, x: Tree, y: Tree, support: Tensor, query: Tensor) -> Tensor:
         def loss(x: Tree, y: Tree) -> Tensor:
-            return self.lower(x, y, {"features": self.features(x, support), "labels": self.places(support)})
+            return self.lower(
+                x, y, {"features": self.features(x, support), "labels": self.places(support)}
+            )
 
         for _ in range(self.steps):
             d_x, d_y = grad(loss, argnums=(0, 1))(x, y)

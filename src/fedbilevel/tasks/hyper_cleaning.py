@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbilevel import checks
-from fedbilevel.problem import ClientData, Problem
-from fedbilevel.rng import fold_in, root, uniform
-from fedbilevel.tasks import Task
+from fedbilevel.core import checks
+from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.rng import fold_in, root, uniform
+from fedbilevel.core.tree import Tree, dot
 from fedbilevel.tasks.classification import deal
-from fedbilevel.tree import Tree, dot
+from fedbilevel.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,24 @@ def hyper_cleaning(
         raise ValueError(f"noise is {noise}; it must be at least 0 and below 1")
     checks.non_negative("ridge", ridge)
     dealt = deal(
-        data, data_dir, partition, alpha, clients, validation, samples=samples, test_samples=test_samples, seed=seed
+        data,
+        data_dir,
+        partition,
+        alpha,
+        clients,
+        validation,
+        samples=samples,
+        test_samples=test_samples,
+        seed=seed,
     )
     train = torch.cat([train for train, _ in dealt.splits])
     given, corrupted = corrupt(dealt.labels[train], dealt.classes, noise, seed)
     numbers = torch.arange(len(train)).split([len(part) for part, _ in dealt.splits])
     built = [
-        ClientData(train=(dealt.inputs[part], given[number], number), val=(dealt.inputs[val], dealt.labels[val]))
+        ClientData(
+            train=(dealt.inputs[part], given[number], number),
+            val=(dealt.inputs[val], dealt.labels[val]),
+        )
         for (part, val), number in zip(dealt.splits, numbers, strict=True)
     ]
 

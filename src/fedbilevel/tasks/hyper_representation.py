@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbilevel import checks, nets
-from fedbilevel.problem import Problem, split_module
-from fedbilevel.tasks import Task
+from fedbilevel import nets
+from fedbilevel.core import checks
+from fedbilevel.core.problem import Problem, split_module
+from fedbilevel.core.tree import Tree, dot
 from fedbilevel.tasks.classification import deal
-from fedbilevel.tree import Tree, dot
+from fedbilevel.tasks.task import Task
 
 
 def hyper_representation(
@@ -48,7 +49,15 @@ def hyper_representation(
     checks.non_negative("ridge", ridge)
     checks.non_negative("norm_penalty", norm_penalty)
     dealt = deal(
-        data, data_dir, partition, alpha, clients, validation, samples=samples, test_samples=test_samples, seed=seed
+        data,
+        data_dir,
+        partition,
+        alpha,
+        clients,
+        validation,
+        samples=samples,
+        test_samples=test_samples,
+        seed=seed,
     )
     net = dealt.network(model, hidden, seed, head_layers, dropout)
     _, x, y = split_module(net, lower="head.")
@@ -68,7 +77,10 @@ def hyper_representation(
         if ridge:
             loss = loss + 0.5 * ridge * dot(y, y)
         if norm_penalty:
-            loss = loss + 0.5 * norm_penalty * torch.stack([tensor.norm() for tensor in y.values()]).sum()
+            loss = (
+                loss
+                + 0.5 * norm_penalty * torch.stack([tensor.norm() for tensor in y.values()]).sum()
+            )
         return loss
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:

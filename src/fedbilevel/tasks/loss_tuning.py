@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedbilevel import checks, nets
-from fedbilevel.problem import Problem
-from fedbilevel.tasks import Task
+from fedbilevel import nets
+from fedbilevel.core import checks
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import Tree, dot
 from fedbilevel.tasks.classification import deal
-from fedbilevel.tree import Tree, dot
+from fedbilevel.tasks.task import Task
 
 
 def loss_tuning(
@@ -91,4 +92,6 @@ def loss_tuning(
 def vs_loss(x: Tree, outputs: Tensor, labels: Tensor) -> Tensor:
     """The mean of w_k CE(D o + l, k) over samples of labels k."""
     w, D = (2 * x[name].sigmoid() for name in ("weights", "multiplicative"))
-    return (w[labels] * F.cross_entropy(D * outputs + x["additive"], labels, reduction="none")).mean()
+    return (
+        w[labels] * F.cross_entropy(D * outputs + x["additive"], labels, reduction="none")
+    ).mean()

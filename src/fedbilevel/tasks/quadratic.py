@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbilevel import checks
-from fedbilevel.hypergradient import hypergradient
-from fedbilevel.problem import ClientData, Problem, client_weights
-from fedbilevel.rng import fold_in, normal, root, uniform
-from fedbilevel.tasks import Task
-from fedbilevel.tree import Tree, norm
+from fedbilevel.core import checks
+from fedbilevel.core.hypergradient import hypergradient
+from fedbilevel.core.problem import ClientData, Problem, client_weights
+from fedbilevel.core.rng import fold_in, normal, root, uniform
+from fedbilevel.core.tree import Tree, norm
+from fedbilevel.tasks.task import Task
 
 Weights = str | Sequence[float]
 
@@ -51,8 +51,10 @@ class Quadratic(Task):
 
     def phi(self, x: Mapping[str, Tensor], weights: Weights = "uniform") -> Tensor:
         """Phi(x) = F(x, y*(x)), with every client's constants."""
-        y, p = self.y_star(x, weights), client_weights(weights, self.clients)
-        return torch.stack([w * upper(Tree(x), y, client.val) for w, client in zip(p, self.clients, strict=True)]).sum()  # type: ignore[arg-type]
+        y = self.y_star(x, weights)
+        p = client_weights(weights, self.clients)
+        losses = [upper(Tree(x), y, client.val) for client in self.clients]  # type: ignore[arg-type]
+        return torch.stack([w * loss for w, loss in zip(p, losses, strict=True)]).sum()
 
     def gradient(self, x: Mapping[str, Tensor], weights: Weights = "uniform") -> Tree:
         """grad Phi(x) = x - t + D' y + B' A^-1 (y - e + D x) at y = y*(x)."""
@@ -110,7 +112,10 @@ def quadratic(
 
     shared, built = draw(clients), []
     for client in range(clients):
-        own = [(1 - heterogeneity) * s + heterogeneity * o for s, o in zip(shared, draw(client), strict=True)]
+        own = [
+            (1 - heterogeneity) * s + heterogeneity * o
+            for s, o in zip(shared, draw(client), strict=True)
+        ]
         parts = []
         for j, part in enumerate(own):
             stack = part.expand(samples, *part.shape)
@@ -120,7 +125,10 @@ def quadratic(
             parts.append(stack.to(kind).contiguous())
         built.append(ClientData(train=tuple(parts[:3]), val=tuple(parts[3:])))
     problem = Problem(
-        upper=upper, lower=lower, x={"x": torch.zeros(dim_x, dtype=kind)}, y={"y": torch.zeros(dim_y, dtype=kind)}
+        upper=upper,
+        lower=lower,
+        x={"x": torch.zeros(dim_x, dtype=kind)},
+        y={"y": torch.zeros(dim_y, dtype=kind)},
     )
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbilevel import checks
-from fedbilevel.problem import Problem
-from fedbilevel.tasks import Task
+from fedbilevel.core import checks
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import Tree, dot
 from fedbilevel.tasks.classification import deal
-from fedbilevel.tree import Tree, dot
+from fedbilevel.tasks.task import Task
 
 
 def regularization(
@@ -43,7 +43,15 @@ def regularization(
     """
     checks.positive("ridge", ridge)
     dealt = deal(
-        data, data_dir, partition, alpha, clients, validation, samples=samples, test_samples=test_samples, seed=seed
+        data,
+        data_dir,
+        partition,
+        alpha,
+        clients,
+        validation,
+        samples=samples,
+        test_samples=test_samples,
+        seed=seed,
     )
 
     def scores(x: Tree, y: Tree, inputs: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from flwr.serverapp import Grid, ServerApp
 from fedbilevel.deploy.flower import warm
 from fedbilevel.deploy.flower.transport import flower_federation
 from fedbilevel.deploy.flower.wire import one_line
+from fedbilevel.experiments import config as configs
+from fedbilevel.experiments.runner import load, run_of
 from fedbilevel.federation.replies import log
-from fedbilevel.runs import config as configs
-from fedbilevel.runs.record import Recorder, replace
-from fedbilevel.runs.runner import load, run_of
+from fedbilevel.runs.recorder import Recorder, replace
 
 app = ServerApp()
 

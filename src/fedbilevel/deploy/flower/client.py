@@ -20,21 +20,22 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel import checks, tasks
+from fedbilevel import tasks
+from fedbilevel.core import checks
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import ClientData
+from fedbilevel.core.submodels import Submodel, units
+from fedbilevel.core.tree import Tree
 from fedbilevel.deploy.flower.wire import WireError, decode, encode, one_line
 from fedbilevel.execution.losses import ClientLosses
 from fedbilevel.execution.reference import ReferenceExecutor
+from fedbilevel.experiments import config as configs
+from fedbilevel.experiments.runner import load
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import like, log
+from fedbilevel.federation.stages import decoded
 from fedbilevel.federation.task import Broadcast, Task
-from fedbilevel.oracle import Oracle
-from fedbilevel.problem import ClientData
 from fedbilevel.runs import checkpoint
-from fedbilevel.runs import config as configs
-from fedbilevel.runs.runner import load
-from fedbilevel.stages import decoded
-from fedbilevel.submodels import Submodel, units
-from fedbilevel.tree import Tree
 
 app = ClientApp()
 
@@ -59,13 +60,22 @@ class Node:
     @classmethod
     def of(cls, settings: Any) -> Node:
         """From the `--node-config` of a SuperNode."""
-        known = {"partition-id": "partition", "client-data": "client_data", "task": "task", "data-dir": "data_dir"}
+        known = {
+            "partition-id": "partition",
+            "client-data": "client_data",
+            "task": "task",
+            "data-dir": "data_dir",
+        }
         known |= {"device": "device"}
-        settings = {key: value for key, value in settings.items() if key != "num-partitions"}  # of Flower's simulations
+        settings = {
+            key: value for key, value in settings.items() if key != "num-partitions"
+        }  # of Flower's simulations
         for key in settings:
             checks.one_of("node-config", key, known)
         if "partition-id" not in settings:
-            raise ValueError("node-config has no partition-id; it must say which client this is, from 0 on")
+            raise ValueError(
+                "node-config has no partition-id; it must say which client this is, from 0 on"
+            )
         return cls(**{known[key]: value for key, value in settings.items()})
 
 
@@ -90,7 +100,9 @@ class Worker:
         rounded = self.problem.rounded(self.config.experiment.runtime.precision)
         held = {self.client: self.data}
         self.executor = ReferenceExecutor(rounded, held, environment.batch_size, device=node.device)
-        self.memory = Path(platformdirs.user_state_dir("fedbilevel"), job, f"client-{self.client}.safetensors")
+        self.memory = Path(
+            platformdirs.user_state_dir("fedbilevel"), job, f"client-{self.client}.safetensors"
+        )
         self.losses: dict[int, ClientLosses] = {}
 
     def _data(self, task: tasks.Task) -> ClientData:
@@ -101,7 +113,9 @@ class Worker:
             return task.clients[self.client]
         found = configs.imported("client-data", self.node.client_data)(self.client)
         if not isinstance(found, ClientData):
-            raise TypeError(f"{self.node.client_data} made a {type(found).__name__}; it must make a ClientData")
+            raise TypeError(
+                f"{self.node.client_data} made a {type(found).__name__}; it must make a ClientData"
+            )
         return found
 
     def hello(self) -> dict[str, Any]:
@@ -111,13 +125,19 @@ class Worker:
     def run(self, task: dict[str, Any]) -> dict[str, Any]:
         """The reply to one task, and what it took."""
         phase = Phase.load(task["phase"])
-        number, key = (checks.integer(name, task[name], least=-(2**63)) for name in ("number", "key"))
-        round_, iteration = (checks.integer(name, task[name], least=0) for name in ("round", "iteration"))
+        number, key = (
+            checks.integer(name, task[name], least=-(2**63)) for name in ("number", "key")
+        )
+        round_, iteration = (
+            checks.integer(name, task[name], least=0) for name in ("round", "iteration")
+        )
         steps = checks.integer("steps", task["steps"], least=1)
         submodel = self._submodel(task["kept"])
         stages = self.config.environment.stages
         down = [stage for stage in stages if stage.direction == "down"]
-        kinds = {name: checks.one_of("kind", kind, ("x", "y")) for name, kind in task["kinds"].items()}
+        kinds = {
+            name: checks.one_of("kind", kind, ("x", "y")) for name, kind in task["kinds"].items()
+        }
         whole = like(kinds, self.problem, submodel)  # type: ignore[arg-type]
         message = decoded(down, self._here(task["shared"]), kinds, whole)
         up = [stage for stage in stages if stage.direction == "up"]
@@ -125,7 +145,9 @@ class Worker:
         own = self._here(task["each"])
         before = self._recall(number) if broadcast.remembers else {}
         self.executor.memories[self.client] = before
-        (results,) = self.executor.run([Task(broadcast, number, 0, self.client, steps, own, key, 1.0)])
+        (results,) = self.executor.run(
+            [Task(broadcast, number, 0, self.client, steps, own, key, 1.0)]
+        )
         if broadcast.remembers:
             after = self.executor.memories.get(self.client, {})
             self.memory.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +176,13 @@ class Worker:
     def evaluate(self, x: Tree, y: Tree, share: int) -> dict[str, Any]:
         """Both losses on the client's share of the evaluation."""
         if share not in self.losses:
-            parts = self.config.environment, self.config.experiment.seed, self.client, share, self.node.device
+            parts = (
+                self.config.environment,
+                self.config.experiment.seed,
+                self.client,
+                share,
+                self.node.device,
+            )
             self.losses = {share: ClientLosses(Oracle(self.problem), self.data, *parts)}
         found = self.losses[share]
         with torch.no_grad():
@@ -162,8 +190,12 @@ class Worker:
         return {"client": self.client, "upper": float(upper), "lower": float(lower)}
 
 
-@functools.lru_cache(maxsize=1)  # shared by the clients that one process of Flower's simulation plays
-def _load(table: str, task: str, device: str, data_dir: str | None) -> tuple[configs.Config, tasks.Task]:
+@functools.lru_cache(
+    maxsize=1
+)  # shared by the clients that one process of Flower's simulation plays
+def _load(
+    table: str, task: str, device: str, data_dir: str | None
+) -> tuple[configs.Config, tasks.Task]:
     # The task is named again, because a section of the table ([algorithms.simfbo.task], say) could name another one.
     chosen = {"task.name": task, "device": device}
     config = configs.resolve("the server's experiment", json.loads(table), overrides=chosen)
@@ -177,7 +209,9 @@ def _to(value: Any, device: str) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-_workers: dict[int, tuple[str, Worker]] = {}  # of every client in this process, the one for the last run
+_workers: dict[
+    int, tuple[str, Worker]
+] = {}  # of every client in this process, the one for the last run
 
 
 def worker(context: Context, message: dict[str, Any]) -> Worker:
@@ -198,7 +232,9 @@ def _answer(message: Message, context: Context, kind: str) -> Message:
         elif kind == "task":
             reply = here.run(sent)
         else:
-            reply = here.evaluate(sent["x"], sent["y"], checks.integer("share", sent["share"], least=1))
+            reply = here.evaluate(
+                sent["x"], sent["y"], checks.integer("share", sent["share"], least=1)
+            )
     except Exception as error:
         log.warning("message refused: %s", one_line(error))
         raise

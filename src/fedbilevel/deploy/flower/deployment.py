@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import tomli_w
 
-from fedbilevel import checks
+from fedbilevel.core import checks
 from fedbilevel.deploy.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -66,12 +66,16 @@ class Deployment:
     keys: a folder made by `fedbilevel keys`; with it connections are encrypted and nodes need a key of their own.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int | None = None, keys: Path | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int | None = None, keys: Path | None = None
+    ) -> None:
         self.host, self.port, self.keys = host, port or free_port(), keys and keys.resolve()
         if self.keys:
             for name in (CA, SERVER, SERVER_KEY):
                 if not (self.keys / name).is_file():
-                    raise FileNotFoundError(f"{self.keys} has no {name}; `fedbilevel keys {self.keys}` makes one")
+                    raise FileNotFoundError(
+                        f"{self.keys} has no {name}; `fedbilevel keys {self.keys}` makes one"
+                    )
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -92,7 +96,9 @@ class Deployment:
     def __exit__(self, *_: object) -> None:
         for process in reversed(self.processes.values()):  # the SuperLink last
             end(process)
-        for report in self.folder.glob("report-*.json"):  # a server outlives its SuperLink by some seconds
+        for report in self.folder.glob(
+            "report-*.json"
+        ):  # a server outlives its SuperLink by some seconds
             pid = read_report(report).get("pid", 0)
             with suppress(OSError):
                 if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -136,9 +142,13 @@ class Deployment:
                 with urllib.request.urlopen(url, timeout=5, context=trust):
                     break
             except OSError as error:
-                if isinstance(reason := getattr(error, "reason", None), ssl.SSLCertVerificationError):
+                if isinstance(
+                    reason := getattr(error, "reason", None), ssl.SSLCertVerificationError
+                ):
                     why = f"{self.keys / SERVER} is not for it ({reason.verify_message})"  # type: ignore[operator]
-                    raise DeploymentError(f"the SuperLink is at {self.address}, but {why}") from None
+                    raise DeploymentError(
+                        f"the SuperLink is at {self.address}, but {why}"
+                    ) from None
             if process.poll() is not None or time.monotonic() > until:
                 raise DeploymentError(f"the SuperLink did not start: {self.last_line('superlink')}")
             time.sleep(0.1)
@@ -148,7 +158,9 @@ class Deployment:
 
     def flwr(self, *arguments: str | Path) -> str:
         command = [tool("flwr"), *map(str, arguments)]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
         if done.returncode:
             said = " ".join((done.stderr or done.stdout).split())
             raise DeploymentError(f"`flwr {' '.join(map(str, arguments))}` failed: {said[-300:]}")
@@ -160,7 +172,8 @@ class Deployment:
         app = self.folder / "app"
         write_app(app, server)
         given = " ".join(
-            f"{key.replace('_', '-')}={_toml(value)}" for key, value in {**job, "report": str(report)}.items()
+            f"{key.replace('_', '-')}={_toml(value)}"
+            for key, value in {**job, "report": str(report)}.items()
         )
         self.flwr("run", app, CONNECTION, "--run-config", given)
         return report
@@ -169,8 +182,20 @@ class Deployment:
         self, partition: int, *, warm: bool = True, options: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """A node on this machine, as `fedbilevel join` starts one."""
-        command = [sys.executable, "-m", "fedbilevel.cli", "join", self.address, "--partition", partition]
-        command += ["--ca", self.keys / CA, "--key", self.keys / CLIENTS / f"client-{partition}"] if self.keys else []
+        command = [
+            sys.executable,
+            "-m",
+            "fedbilevel.cli",
+            "join",
+            self.address,
+            "--partition",
+            partition,
+        ]
+        command += (
+            ["--ca", self.keys / CA, "--key", self.keys / CLIENTS / f"client-{partition}"]
+            if self.keys
+            else []
+        )
         command += ["--warm"] if warm else []
         command += [part for key, value in (options or {}).items() for part in (f"--{key}", value)]
         return self.start(f"client-{partition}", list(map(str, command)))
@@ -184,7 +209,9 @@ class Deployment:
     def last_line(self, name: str) -> str:
         path = self.folder / f"{name}.log"
         lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+        return next(
+            (line.strip() for line in reversed(lines) if line.strip()), "it printed nothing"
+        )
 
 
 def node_command(
@@ -197,11 +224,23 @@ def node_command(
     settings: Mapping[str, str],
 ) -> list[str]:
     """Flower's own command for a stock SuperNode."""
-    command = [tool("flower-supernode"), "--superlink", address, "--port", str(free_port()), "--max-retries", "10"]
+    command = [
+        tool("flower-supernode"),
+        "--superlink",
+        address,
+        "--port",
+        str(free_port()),
+        "--max-retries",
+        "10",
+    ]
     command += ["--insecure"] if plain else ["--root-certificates", str(ca)] if ca else []
     command += ["--auth-supernode-private-key", str(key)] if key else []
     given = {"partition-id": partition, **settings}
-    return [*command, "--node-config", " ".join(f"{name}={_toml(value)}" for name, value in given.items())]
+    return [
+        *command,
+        "--node-config",
+        " ".join(f"{name}={_toml(value)}" for name, value in given.items()),
+    ]
 
 
 def write_app(folder: Path, server: str = SERVER_APP) -> None:
@@ -249,13 +288,18 @@ def tool(name: str) -> str:
     here = Path(sys.executable).parent / name
     found = str(here) if here.exists() else shutil.which(name)
     if found is None:
-        raise DeploymentError(f"{name} is not installed; `pip install 'fedbilevel[flower]'` brings it")
+        raise DeploymentError(
+            f"{name} is not installed; `pip install 'fedbilevel[flower]'` brings it"
+        )
     return found
 
 
 def surroundings() -> dict[str, str]:
     """What Flower's processes find around them: above all its own commands."""
-    return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
 
 
 def free_port() -> int:

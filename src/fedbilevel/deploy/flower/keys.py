@@ -43,7 +43,11 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
         path = folder / CLIENTS / f"client-{number}"
         if not path.exists():
             own = ec.generate_private_key(ec.SECP384R1())
-            form = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+            form = (
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.OpenSSH,
+                serialization.NoEncryption(),
+            )
             shown = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
             made += [
                 _private(path, own.private_bytes(*form)),
@@ -61,7 +65,9 @@ def _server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, next(iter(names)))])
     certificate = (
         _certificate(name, authority.subject, key.public_key(), days)
-        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in names]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([_alternative(host) for host in names]), critical=False
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(
@@ -94,7 +100,11 @@ def _alternative(host: str) -> x509.GeneralName:
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    form = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
     return key.private_bytes(*form)
 
 

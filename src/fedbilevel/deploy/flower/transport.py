@@ -16,20 +16,20 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbilevel import checks
-from fedbilevel.deploy.conduct import Conduct
-from fedbilevel.deploy.flower.answers import heard_losses, opened
-from fedbilevel.deploy.flower.members import EXPIRED, GONE, POLL_S, Mailbox, Members
+from fedbilevel.core import checks
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import Tree
+from fedbilevel.deploy.flower._answers import heard_losses, opened
+from fedbilevel.deploy.flower._members import EXPIRED, GONE, POLL_S, Mailbox, Members
 from fedbilevel.deploy.flower.wire import encode
-from fedbilevel.environment import Environment
 from fedbilevel.execution import losses
 from fedbilevel.federation import Federation, QuorumError
+from fedbilevel.federation.conduct import Conduct
+from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.replies import kinds_of, log
+from fedbilevel.federation.stages import Clip
 from fedbilevel.federation.task import Task
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Report, Transport
-from fedbilevel.problem import Problem
-from fedbilevel.stages import Clip
-from fedbilevel.tree import Tree
 
 
 def flower_federation(
@@ -63,7 +63,9 @@ def flower_federation(
     conduct = conduct or Conduct()
     if conduct.norm_bound is not None:
         # First in the list, last to be undone: what is clipped is what the other stages have decoded.
-        environment = replace(environment, stages=(Clip(norm=conduct.norm_bound), *environment.stages))
+        environment = replace(
+            environment, stages=(Clip(norm=conduct.norm_bound), *environment.stages)
+        )
     transport = FlowerTransport(
         grid,
         problem,
@@ -75,7 +77,15 @@ def flower_federation(
         seed=seed,
         device=device,
     )
-    return Federation(problem, clients, transport, environment, weights=transport.weights, seed=seed, device=device)
+    return Federation(
+        problem,
+        clients,
+        transport,
+        environment,
+        weights=transport.weights,
+        seed=seed,
+        device=device,
+    )
 
 
 @dataclass(eq=False)
@@ -107,12 +117,18 @@ class FlowerTransport(Transport):
     ) -> None:
         for name in ("delay", "faults", "stragglers"):
             if getattr(environment, name) is not None:
-                raise ValueError(f"environment.{name} is for simulations; a real federation has its own")
+                raise ValueError(
+                    f"environment.{name} is for simulations; a real federation has its own"
+                )
         self.weighting = checks.one_of("weights", weights, ("uniform", "samples"))
         self.start_clients = conduct.start_clients or clients
-        checks.integer("start_clients", self.start_clients, least=environment.min_replies, most=clients)
+        checks.integer(
+            "start_clients", self.start_clients, least=environment.min_replies, most=clients
+        )
         if weights == "samples" and self.start_clients < clients:
-            raise ValueError(f"start_clients is {self.start_clients}; weights by samples need all {clients} clients")
+            raise ValueError(
+                f"start_clients is {self.start_clients}; weights by samples need all {clients} clients"
+            )
         self.problem = problem
         self.clients = clients
         self.environment = environment
@@ -126,7 +142,9 @@ class FlowerTransport(Transport):
         self.refusals: dict[int, int] = {}
         self.aside: list[int] = []  # clients that are given nothing for the rest of the run
         self.flights: dict[int, Flight] = {}  # by the number of the task
-        self.gone: list[Task] = []  # posted tasks whose replies cannot reach a server that was started again
+        self.gone: list[
+            Task
+        ] = []  # posted tasks whose replies cannot reach a server that was started again
         self.started = False
         self.shares: list[float] = []
         self.patience_s = conduct.wait_s
@@ -175,7 +193,9 @@ class FlowerTransport(Transport):
         while len(set(self.present) - set(busy)) < needed:
             if time.monotonic() > until:
                 self.patience_s = 0.0  # once is enough
-                raise QuorumError(f"{len(set(self.present) - set(busy))} clients are there, {needed} are needed")
+                raise QuorumError(
+                    f"{len(set(self.present) - set(busy))} clients are there, {needed} are needed"
+                )
             if self.clients - len(self.aside) < needed:
                 raise QuorumError(f"clients {self.aside} were put aside; {needed} are needed")
             self.members.look(self.job)
@@ -197,7 +217,9 @@ class FlowerTransport(Transport):
         if node is None or task.client in self.aside:
             return
         if broadcast.phase.epochs is not None:  # now it is known how much data the client has
-            task.steps = broadcast.phase.steps_on(self.samples(task.client), self.environment.batch_size)
+            task.steps = broadcast.phase.steps_on(
+                self.samples(task.client), self.environment.batch_size
+            )
         content = encode(
             job=self.job,
             table=self.table,
@@ -209,7 +231,9 @@ class FlowerTransport(Transport):
             iteration=broadcast.iteration,
             kept=dict(broadcast.submodel.kept) if broadcast.submodel else None,
             shared=dict(broadcast.travels),
-            kinds=dict(kinds_of(broadcast.message, self.problem)) if broadcast.payload is not None else {},
+            kinds=dict(kinds_of(broadcast.message, self.problem))
+            if broadcast.payload is not None
+            else {},
             each=dict(task.own),
         )
         ttl = max(flight.due - time.monotonic(), 0.1)
@@ -274,7 +298,9 @@ class FlowerTransport(Transport):
             self.refusals[client] = self.refusals.get(client, 0) + 1
             if self.refusals[client] >= self.conduct.strikes and client not in self.aside:
                 self.aside.append(client)
-                log.warning("client %d is put aside after %d refused replies", client, self.refusals[client])
+                log.warning(
+                    "client %d is put aside after %d refused replies", client, self.refusals[client]
+                )
 
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:
         """As the clients report them; those who do not answer in time, or not with numbers, are left out."""

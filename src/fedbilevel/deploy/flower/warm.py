@@ -34,7 +34,11 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.error import FlowerError
 from flwr.supercore.inflatable import inflatable_utils
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, no_object_id_recompute
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
@@ -84,21 +88,38 @@ def load_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePu
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except ValueError as error:
-        raise ValueError(f"{path} is no private key as `fedbilevel keys` or ssh-keygen makes them: {error}") from None
+        raise ValueError(
+            f"{path} is no private key as `fedbilevel keys` or ssh-keygen makes them: {error}"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{path} is not an elliptic-curve key; SuperLinks want one (ssh-keygen -t ecdsa -b 384)")
+        raise ValueError(
+            f"{path} is not an elliptic-curve key; SuperLinks want one (ssh-keygen -t ecdsa -b 384)"
+        )
     return key, key.public_key()
 
 
 def quicken() -> None:
     """A message is announced before its parts are there: look for them often, and not for two hours."""
-    waits = {"initial_backoff": 0.01, "backoff_cap": 0.2, "max_time": UPLOAD_S, "max_tries_per_object": None}
-    pulls: tuple[Any, ...] = (inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree)
+    waits = {
+        "initial_backoff": 0.01,
+        "backoff_cap": 0.2,
+        "max_time": UPLOAD_S,
+        "max_tries_per_object": None,
+    }
+    pulls: tuple[Any, ...] = (
+        inflatable_utils.pull_objects,
+        inflatable_utils.pull_and_inflate_object_from_tree,
+    )
     for pull in pulls:  # the second passes its own on to the first
         pull.__kwdefaults__ |= waits
 
 
-def serve(link: Link, app: Callable[[Message, Context], Message], node_config: Any, patience_s: float = 60.0) -> None:
+def serve(
+    link: Link,
+    app: Callable[[Message, Context], Message],
+    node_config: Any,
+    patience_s: float = 60.0,
+) -> None:
     """Answer messages until the process is ended; a lost SuperLink is waited for.
 
     patience_s: how long to try before the first connection. A node that was killed is refused until the SuperLink has
@@ -109,7 +130,10 @@ def serve(link: Link, app: Callable[[Message, Context], Message], node_config: A
     connected = False
     while True:
         try:
-            with link.client() as (client, public), _active(client, public, link.key is None) as node:
+            with (
+                link.client() as (client, public),
+                _active(client, public, link.key is None) as node,
+            ):
                 connected, last = True, ""
                 log.info("connected to %s as node %d", link.address, node.node_id)
                 while True:
@@ -117,7 +141,9 @@ def serve(link: Link, app: Callable[[Message, Context], Message], node_config: A
                         time.sleep(POLL_S)
         except (httpx.HTTPError, RefusedError) as error:
             why = _why(error)
-            if not connected and (_hopeless(error, link.key is None) or time.monotonic() - first > patience_s):
+            if not connected and (
+                _hopeless(error, link.key is None) or time.monotonic() - first > patience_s
+            ):
                 raise RefusedError(f"{link.address} cannot be joined: {why}") from error
             if why != last:
                 log.warning("no connection to %s (%s); trying again", link.address, why)
@@ -137,7 +163,9 @@ def _active(client: FleetHttpClient, public: bytes, register: bool) -> Iterator[
     def beat() -> None:
         while not ended.wait(0.8 * interval):
             try:
-                client.SendNodeHeartbeat(SendNodeHeartbeatRequest(node=node, heartbeat_interval=interval))
+                client.SendNodeHeartbeat(
+                    SendNodeHeartbeatRequest(node=node, heartbeat_interval=interval)
+                )
             except httpx.HTTPError as error:
                 log.debug("no heartbeat: %s", error)
 
@@ -154,7 +182,12 @@ def _active(client: FleetHttpClient, public: bytes, register: bool) -> Iterator[
             pass  # it is gone, and so are we
 
 
-def _answer(client: FleetHttpClient, node: Node, app: Callable[[Message, Context], Message], node_config: Any) -> bool:
+def _answer(
+    client: FleetHttpClient,
+    node: Node,
+    app: Callable[[Message, Context], Message],
+    node_config: Any,
+) -> bool:
     """Take one message and answer it; False if there was none."""
     response = client.PullMessages(PullMessagesRequest(node=node))
     if not response.messages_list:
@@ -176,14 +209,19 @@ def _answer(client: FleetHttpClient, node: Node, app: Callable[[Message, Context
     try:
         reply = app(message, context)
     except Exception as error:
-        reply = Message(Error(code=RAISED, reason=f"{type(error).__name__}: {one_line(error)}"), reply_to=message)
+        reply = Message(
+            Error(code=RAISED, reason=f"{type(error).__name__}: {one_line(error)}"),
+            reply_to=message,
+        )
     reply.metadata.__dict__["_message_id"] = reply.object_id
     try:
         _push(client, node, run, reply, time.monotonic() - started)
     except httpx.HTTPStatusError as error:
         if error.response.status_code in (401, 502, 503, 504):
             raise
-        log.warning("a reply came to nothing: %s", _why(error))  # the run is over, or the message has expired
+        log.warning(
+            "a reply came to nothing: %s", _why(error)
+        )  # the run is over, or the message has expired
     except inflatable_utils.ObjectPushError as error:
         log.warning("a reply came to nothing: %s", error)
     return True
@@ -216,5 +254,7 @@ def _why(error: Exception) -> str:
 
 def _hopeless(error: Exception, keyless: bool) -> bool:
     """Whether trying again is in vain: one side does not trust the other's certificate, or a key is needed."""
-    wants_key = keyless and isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 412
+    wants_key = (
+        keyless and isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 412
+    )
     return wants_key or "certificate" in str(error).lower()

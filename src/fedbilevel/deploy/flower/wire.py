@@ -15,13 +15,24 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from fedbilevel.packing import pack, unpack
+from fedbilevel.core.codec import pack, unpack
 
 VERSION = 2
 LONGEST = 2**20  # characters of a header
 DTYPES = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -43,10 +54,14 @@ def encode(**values: Any) -> RecordDict:
     specs = []
     for tensor in tensors.values():
         if tensor.dtype not in NAMES:
-            raise TypeError(f"a message cannot hold {tensor.dtype}; it must be one of {', '.join(DTYPES)}")
+            raise TypeError(
+                f"a message cannot hold {tensor.dtype}; it must be one of {', '.join(DTYPES)}"
+            )
         flat[NAMES[tensor.dtype]].append(tensor.reshape(-1))
         specs.append([NAMES[tensor.dtype], list(tensor.shape)])
-    header = json.dumps({"version": VERSION, "tensors": specs, "values": plain}, separators=(",", ":"))
+    header = json.dumps(
+        {"version": VERSION, "tensors": specs, "values": plain}, separators=(",", ":")
+    )
     if len(header) > LONGEST:
         raise ValueError(f"a message's header has {len(header)} characters; there can be {LONGEST}")
     arrays = {name: Array(_numpy(torch.cat(parts))) for name, parts in flat.items()}
@@ -59,7 +74,15 @@ def decode(content: RecordDict) -> dict[str, Any]:
         return _decode(content)
     except WireError:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError) as error:
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        EOFError,
+        MemoryError,
+    ) as error:
         raise WireError(f"the message cannot be read ({type(error).__name__})") from error
 
 

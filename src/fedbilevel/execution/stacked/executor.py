@@ -11,22 +11,26 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel import ranks
-from fedbilevel.devices import constant, sent
-from fedbilevel.execution.draws import SIDES, STAGE_STREAM
+from fedbilevel.core import ranks
+from fedbilevel.core.devices import constant, sent
+from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.rng import fold_in
+from fedbilevel.core.tree import nbytes
+from fedbilevel.execution._draws import SIDES, STAGE_STREAM
+from fedbilevel.execution._meter import Meter
 from fedbilevel.execution.executor import Executor
 from fedbilevel.execution.lift import Lift, lifted, single, stacked
 from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
-from fedbilevel.execution.meter import Meter
-from fedbilevel.execution.stacked.batches import shape
-from fedbilevel.execution.stacked.graphs import Graphs
-from fedbilevel.execution.stacked.graphs import kinds as input_kinds
-from fedbilevel.execution.stacked.inputs import Inputs, stacked_values
-from fedbilevel.execution.stacked.parts import Parts
-from fedbilevel.execution.stacked.program import Given, StackProgram
-from fedbilevel.execution.stacked.samples import Samples
+from fedbilevel.execution.stacked._batches import shape
+from fedbilevel.execution.stacked._graphs import Graphs
+from fedbilevel.execution.stacked._graphs import kinds as input_kinds
+from fedbilevel.execution.stacked._inputs import Inputs, stacked_values
+from fedbilevel.execution.stacked._parts import Parts
+from fedbilevel.execution.stacked._program import Given, StackProgram
+from fedbilevel.execution.stacked._samples import Samples
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import wrong_form
+from fedbilevel.federation.stages import encoded
 from fedbilevel.federation.task import (
     ClientError,
     Results,
@@ -38,10 +42,6 @@ from fedbilevel.federation.task import (
     in_turns,
     on_client,
 )
-from fedbilevel.problem import ClientData, Problem
-from fedbilevel.rng import fold_in
-from fedbilevel.stages import encoded
-from fedbilevel.tree import nbytes
 
 RECORD_FROM = 2  # uses of a task
 STACK_BELOW = 1e7  # operations of a client's largest convolution
@@ -79,7 +79,9 @@ class StackedExecutor(Executor):
         self.memory = memory
         self.on_gpu = device != "cpu"
         self.memories = Memories(device, memory)
-        self.footprints: dict[str, int] = {}  # bytes that a client takes in a stack, by kind of task
+        self.footprints: dict[
+            str, int
+        ] = {}  # bytes that a client takes in a stack, by kind of task
         self.held: dict[int, ClientData] = {}  # the data of the clients that are at work
         self.graphs = Graphs()
         self.parts = Parts(problem, self.graphs if self.on_gpu else None, compile)
@@ -94,8 +96,12 @@ class StackedExecutor(Executor):
                 phase = chunk[0].broadcast.phase
                 if phase.remembers:
                     self._remember(results)
-                values, stack = (results.sums.totals, ()) if results.sums else (results.values, (len(chunk),))
-                if why := wrong_form(values, phase.reply, self.problem, chunk[0].broadcast.submodel, *stack):
+                values, stack = (
+                    (results.sums.totals, ()) if results.sums else (results.values, (len(chunk),))
+                )
+                if why := wrong_form(
+                    values, phase.reply, self.problem, chunk[0].broadcast.submodel, *stack
+                ):
                     raise TypeError(f"phase {phase.name!r} {why}")
                 yield self._encoded(results) if chunk[0].broadcast.stages else results
 
@@ -116,7 +122,9 @@ class StackedExecutor(Executor):
         phases: dict[Phase, int] = {}
         for broadcast, alike in by_broadcast(tasks).items():
             phase = broadcast.phase
-            number = phases.setdefault(phase, len(phases))  # a stack has one phase, with its numbers
+            number = phases.setdefault(
+                phase, len(phases)
+            )  # a stack has one phase, with its numbers
             sides = SIDES[phase.batch]
             epochs = phase.epochs is not None
             remembers = broadcast.remembers
@@ -125,11 +133,17 @@ class StackedExecutor(Executor):
             for task in alike:
                 message = same
                 if task.own or remembers:
-                    message = (broadcast.form, form_of(task.own), form_of(self.memories.get(task.client, {})))
+                    message = (
+                        broadcast.form,
+                        form_of(task.own),
+                        form_of(self.memories.get(task.client, {})),
+                    )
                 batches = shape(self.held[task.client], sides, size, epochs)
                 groups[(phase.name, batches, message), number].append(task)
         for (kind, _), group in groups.items():
-            size = 1 if len(group) == 1 else max(1, self.memory // self._footprint(repr(kind), group))
+            size = (
+                1 if len(group) == 1 else max(1, self.memory // self._footprint(repr(kind), group))
+            )
             group.sort(key=lambda task: -task.steps)
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
@@ -174,11 +188,16 @@ class StackedExecutor(Executor):
         broadcast = tasks[0].broadcast
         lengths = [task.steps for task in tasks]
         data = [self.held[task.client] for task in tasks]
-        given, source = self.inputs.gather(tasks, data, [self._recall(task) for task in tasks], sums)
+        given, source = self.inputs.gather(
+            tasks, data, [self._recall(task) for task in tasks], sums
+        )
         program = StackProgram(self.parts, broadcast, lift, source.take, shrink=not self.on_gpu)
         replies, (spent, size) = self._recorded(program, given) if self.on_gpu else program(given)
         table = nbytes(source.features) // len(tasks)
-        whole = [cost._replace(peak_bytes=cost.peak_bytes + table).then(source.embedding) for cost in spent]
+        whole = [
+            cost._replace(peak_bytes=cost.peak_bytes + table).then(source.embedding)
+            for cost in spent
+        ]
         costs = [whole[length] for length in lengths]
         if isinstance(replies, Sums):
             return Results(tasks, costs, size, {}, replies)
@@ -187,22 +206,32 @@ class StackedExecutor(Executor):
     def _recorded(self, program: StackProgram, given: Given) -> Any:
         """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as of steps."""
         leaves, form = pytree.tree_flatten(given)
-        name = self.parts.name((program.broadcast.phase.structure, "task", form, input_kinds(leaves)))
+        name = self.parts.name(
+            (program.broadcast.phase.structure, "task", form, input_kinds(leaves))
+        )
         if self.parts.used(name) <= RECORD_FROM:
             return program(given)
         return self.graphs.run(name, self.storage.addresses(), program, leaves, form)
 
     def _recall(self, task: Task) -> dict[str, Any]:
-        return phase_memory(self.memories.get(task.client, {})) if task.broadcast.phase.remembers else {}
+        return (
+            phase_memory(self.memories.get(task.client, {}))
+            if task.broadcast.phase.remembers
+            else {}
+        )
 
     def _remember(self, results: Results) -> None:
         if "memory" not in results.values:
             phase = results.tasks[0].broadcast.phase
-            raise TypeError(f"phase {phase.name!r} remembers; its finish must return a memory beside its reply")
+            raise TypeError(
+                f"phase {phase.name!r} remembers; its finish must return a memory beside its reply"
+            )
         memory = results.values.pop("memory")
         for j, task in enumerate(results.tasks):
             kept = stage_memory(self.memories.get(task.client, {}))
-            self.memories[task.client] = joined(pytree.tree_map(lambda t, j=j: t[j].clone(), memory), kept)
+            self.memories[task.client] = joined(
+                pytree.tree_map(lambda t, j=j: t[j].clone(), memory), kept
+            )
 
     def _encoded(self, results: Results) -> Results:
         """Replies as they travel, after their stages."""
@@ -227,11 +256,17 @@ class StackedExecutor(Executor):
 
     def mark(self) -> dict[str, Any]:
         # Chunks round differently: a resumed run must cut the same ones.
-        return {"memories": self.memories.mark(), "footprints": dict(self.footprints), **self.parts.mark()}
+        return {
+            "memories": self.memories.mark(),
+            "footprints": dict(self.footprints),
+            **self.parts.mark(),
+        }
 
     def back(self, mark: Mapping[str, Any]) -> None:
         self.memories.back(mark["memories"])
-        self.footprints = dict(mark.get("footprints", {}))  # the reference executor leaves none in a checkpoint
+        self.footprints = dict(
+            mark.get("footprints", {})
+        )  # the reference executor leaves none in a checkpoint
         self.parts.back(mark)
 
     def snapshot(self) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The mathematics of one bilevel problem: problem, oracle, solvers, hypergradient, draws, settings."""

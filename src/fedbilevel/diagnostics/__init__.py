@@ -1,0 +1,1 @@
+"""Whether a problem is well posed, and which settings suit it."""
