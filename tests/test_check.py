@@ -13,7 +13,7 @@ from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.rng import normal, root
 from fedbilevel.diagnostics.advice import ADVISED
 from fedbilevel.tasks.quadratic import quadratic
-from tests.tool import QUADRATIC, call, is_refusal, write
+from tests.support.tool import QUADRATIC, call, is_refusal, write
 
 FOREVER = 10**12  # rounds: nothing is too flat to matter
 

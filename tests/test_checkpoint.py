@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import fedbilevel as fb
 from fedbilevel.runs import checkpoint
-from tests.tool import QUADRATIC, call, contents, done, is_refusal, metrics, summary, write
+from tests.support.tool import QUADRATIC, call, contents, done, is_refusal, metrics, summary, write
 
 DTYPES = [
     torch.float64,

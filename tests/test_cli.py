@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import fedbilevel as fb
 from fedbilevel.experiments import config as configs
-from tests.tool import (
+from tests.support.tool import (
     QUADRATIC,
     call,
     config,

@@ -31,11 +31,11 @@ from fedbilevel.runs import checkpoint
 from fedbilevel.runs.run import Run
 from fedbilevel.transports import virtual_clock as virtual
 from fedbilevel.transports.virtual_clock import packed
-from tests.asynchronous import Async
 from tests.conformance.test_conformance import build, iterate, tensors
+from tests.support.asynchronous import Async
+from tests.support.tool import done, fork, write
 from tests.test_federation import PROBE, VISITS, Probe, federation
 from tests.test_kill import lines, same, wait
-from tests.tool import done, fork, write
 
 KEYS = fold_in(root(1, "test"), torch.arange(20_000))
 EVERYTHING = Faults(drop=0.2, duplicate=0.3, corrupt=0.2, leave=0.2, away_s=3.0)
@@ -673,7 +673,7 @@ def test_an_interrupted_iteration_leaves_no_trace() -> None:
 
 OWN = """
 from fedbilevel import algorithms, tasks
-from tests.asynchronous import Async
+from tests.support.asynchronous import Async
 
 def quadratic(seed: int = 0):
     return tasks.load("quadratic", clients=5, samples=3, noise=0.3, seed=seed)

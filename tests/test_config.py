@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fedbilevel import algorithms
 from fedbilevel.core import schedules
 from fedbilevel.experiments import config as configs
-from tests.tool import QUADRATIC, call, config, done, is_refusal, metrics, summary, write
+from tests.support.tool import QUADRATIC, call, config, done, is_refusal, metrics, summary, write
 
 OWN = """
 from fedbilevel import algorithms, tasks

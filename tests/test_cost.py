@@ -26,7 +26,7 @@ from fedbilevel.federation.ledger import Accounts
 from fedbilevel.federation.phase import Steps
 from fedbilevel.runs.run import Run
 from fedbilevel.tasks.quadratic import quadratic
-from tests.tool import QUADRATIC, done, summary, write
+from tests.support.tool import QUADRATIC, done, summary, write
 
 B, K, H, C = 8, 7, 5, 3  # samples, inputs, hidden units, classes
 INPUTS, LABELS = torch.randn(B, K, generator=torch.Generator().manual_seed(0)), torch.arange(B) % C

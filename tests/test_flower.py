@@ -29,7 +29,7 @@ from fedbilevel.federation.stages import Clip
 from fedbilevel.runs.run import Run
 from fedbilevel.tasks import Task
 from tests.conformance.cases import CASES
-from tests.flower import (
+from tests.support.flower import (
     Grid,
     clock,
     config,
@@ -623,9 +623,9 @@ def test_a_section_of_the_experiment_cannot_name_another_task(tmp_path: Any) -> 
     table = {**config(TABLE).table, "algorithms": {"simfbo": section}}
     grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
     assert not there.exists()
-    grid.nodes[100]["task"] = "tests.flower:own_task"
+    grid.nodes[100]["task"] = "tests.support.flower:own_task"
     grid.push_messages([Message(encode(job="ab", table=config(TABLE).table), 100, "query")])
-    assert "this node allows 'tests.flower:own_task'" in str(
+    assert "this node allows 'tests.support.flower:own_task'" in str(
         grid.replies["1"].error.reason
     )  # and no other
 
@@ -873,8 +873,8 @@ def test_what_only_a_simulation_can_do_is_refused() -> None:
 def test_clients_bring_their_own_data_and_a_server_needs_none() -> None:
     grid = Grid(3)
     for node in grid.nodes.values():
-        node |= {"client-data": "tests.flower:own_data", "task": "tests.flower:own_task"}
-    table = {"task": {"name": "tests.flower:own_task"}, "algorithm": {"name": "simfbo"}}
+        node |= {"client-data": "tests.support.flower:own_data", "task": "tests.support.flower:own_task"}
+    table = {"task": {"name": "tests.support.flower:own_task"}, "algorithm": {"name": "simfbo"}}
     fed, run = federation(grid, config(table), clients=3)
     run.advance()
     task = Task(own_task().problem, [own_data(j) for j in range(3)])

@@ -30,7 +30,7 @@ from fedbilevel.deploy.flower.deployment import (
     read_report,
 )
 from fedbilevel.runs import checkpoint
-from tests.flower import config, simulated
+from tests.support.flower import config, simulated
 
 pytestmark = pytest.mark.xdist_group(
     "flower"
@@ -128,7 +128,7 @@ def several(
 ) -> dict[str, Any]:
     (folder / "jobs.json").write_text(json.dumps({"tables": tables, "nonsense": nonsense}))
     report = site.submit(
-        "tests.flower_app:app", experiment=str(folder / "jobs.json"), out=str(folder)
+        "tests.support.flower_app:app", experiment=str(folder / "jobs.json"), out=str(folder)
     )
     assert finished(report) == {"status": "completed"}
     return {name: checkpoint.load(folder / f"{name}.safetensors") for name in tables}
@@ -300,7 +300,7 @@ def misbehaving(
     command = [
         sys.executable,
         "-m",
-        "tests.flower_node",
+        "tests.support.flower_node",
         address,
         str(partition),
         behaviour,

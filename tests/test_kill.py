@@ -12,7 +12,7 @@ import torch
 
 import fedbilevel as fb
 from fedbilevel.execution.stacked._parts import TRACE_FROM
-from tests.tool import call, config, done, fork, metrics, start, summary, write
+from tests.support.tool import call, config, done, fork, metrics, start, summary, write
 
 ROUNDS = TRACE_FROM + 30  # the steps of a long run are traced, those of its start are not
 EXPERIMENT = f"""

@@ -18,7 +18,7 @@ from fedbilevel.core import ranks
 from fedbilevel.federation.delays import Faults, LogNormal
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.run import Run
-from tests.tool import call, metrics, summary, warm, write
+from tests.support.tool import call, metrics, summary, warm, write
 
 ENVIRONMENT = {"local_steps": (1, 3), "batch_size": 2}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -27,7 +27,7 @@ from fedbilevel.report._curves import (
 from fedbilevel.report._page import page
 from fedbilevel.runs import folder
 from fedbilevel.runs.folder import RunFolder
-from tests.synthetic_runs import write_comparison, write_run
+from tests.support.synthetic_runs import write_comparison, write_run
 
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>&amp;"
 CHROMIUM = next(

@@ -35,7 +35,7 @@ from fedbilevel.core.settings import (
 from fedbilevel.experiments import config as configs
 from fedbilevel.federation import delays
 from fedbilevel.federation.conduct import Conduct
-from tests.tool import call
+from tests.support.tool import call
 
 
 class Checked:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tool import call, is_refusal, metrics, write
+from tests.support.tool import call, is_refusal, metrics, write
 
 
 @pytest.fixture

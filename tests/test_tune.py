@@ -17,8 +17,18 @@ import torch
 import fedbilevel as fb
 from fedbilevel.cli.tune import Scales, Trial, Tuning, _level, _member, _scales
 from fedbilevel.experiments import config as configs
+from tests.support.tool import (
+    call,
+    config,
+    contents,
+    done,
+    fork,
+    is_refusal,
+    metrics,
+    summary,
+    write,
+)
 from tests.test_kill import lines, members, wait
-from tests.tool import call, config, contents, done, fork, is_refusal, metrics, summary, write
 
 EXPERIMENT = """
 title = "A"

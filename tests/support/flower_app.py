@@ -13,7 +13,7 @@ from fedbilevel.deploy.flower import warm
 from fedbilevel.deploy.flower.wire import encode
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.recorder import replace
-from tests.flower import config, federation
+from tests.support.flower import config, federation
 
 app = ServerApp()
 

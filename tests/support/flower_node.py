@@ -1,4 +1,4 @@
-"""A warm node that misbehaves: python -m tests.flower_node ADDRESS PARTITION BEHAVIOUR [FILE TO WAIT FOR]."""
+"""A warm node that misbehaves: python -m tests.support.flower_node ADDRESS PARTITION BEHAVIOUR [FILE TO WAIT FOR]."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from fedbilevel.core.tree import Tree
 from fedbilevel.deploy.flower import client, warm
 from fedbilevel.deploy.flower.wire import decode, encode
-from tests.flower import config, simulated
+from tests.support.flower import config, simulated
 
 address, partition, behaviour = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 tasks = 0
