@@ -7,7 +7,7 @@ ifneq ($(wildcard ../shared/data),)
 export FEDBILEVEL_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: install demo test lint format bench clean
+.PHONY: install demo test lint format bench docs clean
 
 install: $(STAMP)
 
@@ -28,6 +28,7 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 format: install
 	$(VENV)/bin/ruff format .
@@ -36,5 +37,8 @@ format: install
 bench: install
 	$(PYTHON) -m benchmarks
 
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis bench*.json
+	rm -rf $(VENV) runs build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis bench*.json
