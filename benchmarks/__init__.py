@@ -1,1 +1,4 @@
-"""Ratios of things measured in one run: machines are noisy, ratios carry over."""
+"""Benchmarks as ratios of times that are measured in one run.
+
+Machines differ and are noisy; ratios carry over from one to another.
+"""

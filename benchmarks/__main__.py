@@ -1,4 +1,4 @@
-"""`make bench`: one table of ratios, also written to bench.json."""
+"""`make bench`: prints one table of ratios and writes it to bench.json."""
 
 from pathlib import Path
 
@@ -10,5 +10,7 @@ from benchmarks import clock, flower, fused, rounds, scale, tool  # noqa: E402
 from benchmarks.measure import show  # noqa: E402
 
 if __name__ == "__main__":
-    parts = (fused, rounds, scale, clock, tool, flower)
-    show([row for part in parts for row in part.rows()], Path("bench.json"))
+    rows = []
+    for module in (fused, rounds, scale, clock, tool, flower):
+        rows += module.rows()
+    show(rows, Path("bench.json"))

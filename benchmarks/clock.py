@@ -1,4 +1,4 @@
-"""The virtual clock: the cost of an arrival whatever the number in flight, and memory that does not grow with time."""
+"""The virtual clock: neither an arrival nor the memory of a run grows with what came before."""
 
 from __future__ import annotations
 
@@ -17,77 +17,101 @@ from fedbilevel.federation import Federation
 from fedbilevel.federation.delays import LogNormal, Stragglers
 from fedbilevel.runs.run import Run
 
-FEW, MANY, BATCH = 10_000, 100_000, 1_000
+FEW_CLIENTS = 10_000
+MANY_CLIENTS = 100_000
+ARRIVALS_PER_ITERATION = 1_000
 
 
 class SmallClients(Sequence[fb.ClientData]):
-    """Clients of four samples, of seven kinds: what is measured is the clock, not the making of data."""
+    """Clients that share seven small data sets, so that the clock is measured and not the data."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        sides = [(torch.arange(4.0).unsqueeze(1) + kind,) for kind in range(7)]
-        self.kinds = [fb.ClientData(train=side, val=side) for side in sides]
+        sides = [(torch.arange(4.0).unsqueeze(1) + number,) for number in range(7)]
+        self.data = [fb.ClientData(train=side, val=side) for side in sides]
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, i: Any) -> Any:
-        return self.kinds[i % 7]
+    def __getitem__(self, client: Any) -> Any:
+        return self.data[client % 7]
 
 
-class Arrivals(SimFBO):
-    """SimFBO without a barrier: every client is sent the newest x, y and z as soon as it is idle."""
+class AsynchronousSimFBO(SimFBO):
+    """SimFBO without a barrier: an idle client is sent the newest x, y and z at once."""
 
     def iterate(self, s: State, fed: Federation) -> State:
         if fed.iteration == 0:
             fed.post(self.descend(), range(len(fed)), x=s.x, y=s.y, z=s.z)
         r = fed.collect()
-        x, y, z = s.x - 0.01 * r.mean("qx"), s.y - 0.1 * r.mean("qy"), s.z - 0.1 * r.mean("qz")
+        x = s.x - 0.01 * r.mean("qx")
+        y = s.y - 0.1 * r.mean("qy")
+        z = s.z - 0.1 * r.mean("qz")
         fed.post(self.descend(), r.idle, x=x, y=y, z=z)
         return State(x, y, z)
 
 
-def loss(x: Any, y: Any, batch: tuple[Tensor]) -> Tensor:
+def loss(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor]) -> Tensor:
+    """A quadratic in three variables."""
     return 0.5 * ((y["y"] - batch[0]) ** 2).mean() + 0.5 * ((x["x"] - y["y"]) ** 2).sum()
 
 
-def arrivals(clients: int, marks: Sequence[int]) -> list[tuple[float, float]]:
-    """Seconds of one core, and megabytes at most, that it took this process until so many replies had arrived."""
+def arrivals(clients: int, counts: Sequence[int]) -> list[tuple[float, float]]:
+    """Run until so many replies have arrived.
+
+    Args:
+        clients: the number of clients, all of them in flight.
+        counts: numbers of replies, in ascending order.
+
+    Returns:
+        For each count, the CPU seconds and the peak megabytes of this process until then.
+    """
     torch.set_num_threads(1)
     problem = fb.Problem(loss, loss, x={"x": torch.zeros(3)}, y={"y": torch.zeros(3)})
     environment = fb.Environment(
-        participation=BATCH, delay=LogNormal(), stragglers=Stragglers(clients // 10)
+        participation=ARRIVALS_PER_ITERATION,
+        delay=LogNormal(),
+        stragglers=Stragglers(clients // 10),
     )
     fed = fb.simulated_federation(problem, SmallClients(clients), environment)
-    run = Run(Arrivals(), fed, {"rounds": 0}, every={"rounds": marks[-1]})
-    found, started = [], time.process_time()
-    for mark in marks:
-        run.limits = {"rounds": mark // BATCH}
+    run = Run(AsynchronousSimFBO(), fed, {"rounds": 0}, every={"rounds": counts[-1]})
+    measured = []
+    started = time.process_time()
+    for count in counts:
+        run.limits = {"rounds": count // ARRIVALS_PER_ITERATION}
         for _ in run:
             pass
-        found.append((time.process_time() - started, peak_megabytes()))
-    return found
+        measured.append((time.process_time() - started, peak_megabytes()))
+    return measured
 
 
 def rows() -> list[Row]:
-    """The first so many arrivals are left out: before them everyone's first task is evaluated."""
-    pools = multiprocessing.get_context("spawn")
+    """Compare many clients with few, and late arrivals with early ones.
+
+    As many arrivals as there are clients are left out: until then everyone's first task is
+    computed.
+    """
+    processes = multiprocessing.get_context("spawn")
     rates = {}
-    for clients in (FEW, MANY):
-        with pools.Pool(1) as pool:
-            (early, low), (late, high) = pool.apply(arrivals, (clients, (clients, 2 * clients)))
-        rates[f"{clients:,} clients"] = clients / (late - early)
+    for clients in (FEW_CLIENTS, MANY_CLIENTS):
+        with processes.Pool(1) as pool:
+            early, late = pool.apply(arrivals, (clients, (clients, 2 * clients)))
+        rates[clients] = clients / (late[0] - early[0])
+    early_peak = early[1]
+    late_peak = late[1]
     return [
         Row(
-            f"an arrival with {MANY:,} clients in flight / with {FEW:,}, {BATCH:,} arrivals an iteration",
-            rates[f"{FEW:,} clients"] / rates[f"{MANY:,} clients"],
+            f"an arrival with {MANY_CLIENTS:,} clients in flight / with {FEW_CLIENTS:,}, "
+            f"{ARRIVALS_PER_ITERATION:,} arrivals per iteration",
+            rates[FEW_CLIENTS] / rates[MANY_CLIENTS],
             "at most 3",
-            ", ".join(f"{name} {rate:,.0f} arrivals/s" for name, rate in rates.items()),
+            ", ".join(f"{n:,} clients {rate:,.0f} arrivals/s" for n, rate in rates.items()),
         ),
         Row(
-            f"peak memory at {2 * MANY:,} arrivals / at {MANY:,}, {MANY:,} clients in flight",
-            high / low,
+            f"peak memory at {2 * MANY_CLIENTS:,} arrivals / at {MANY_CLIENTS:,}, "
+            f"{MANY_CLIENTS:,} clients in flight",
+            late_peak / early_peak,
             "at most 1.1",
-            f"{low:.0f} MB, {high:.0f} MB",
+            f"{early_peak:.0f} MB, {late_peak:.0f} MB",
         ),
     ]

@@ -1,4 +1,4 @@
-"""What a real federation costs: bytes on the wire, seconds a round, and Flower's simulation engine beside ours."""
+"""What a real federation costs: bytes on the wire, seconds per round, and Flower's own engine."""
 
 from __future__ import annotations
 
@@ -9,40 +9,53 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from benchmarks.measure import Row
 from fedbilevel.experiments import config as configs
-from fedbilevel.experiments.runner import prepare
+from fedbilevel.experiments.runner import prepare_run
 from fedbilevel.runs.folder import read
 
 ROUNDS = 20
 NODES = 4
-WIDE = {
+PARAMETERS = 161_260  # of the experiment below
+WIDE_DIGITS = {
     "data.clients": NODES,
     "environment.participation": NODES,
     "task.hidden": 2150,
-}  # 161,260 parameters
+    "rounds": ROUNDS,
+    "every": ROUNDS,
+    "runtime.threads": 1,
+}
+
+
+class SecondsPerRound(NamedTuple):
+    """Seconds per round, with the experiment's evaluations and without."""
+
+    evaluated: float
+    bare: float
 
 
 class Relay:
-    """A port that passes everything on to another and counts the bytes, headers and polls included."""
+    """A port that relays to another one and counts all bytes, with headers and polls."""
 
     def __init__(self, port: int) -> None:
-        self.bytes, self.target = 0, port
+        self.bytes = 0
+        self.target_port = port
         self.server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.server.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
-            here, _ = self.server.accept()
-            there = socket.create_connection(("127.0.0.1", self.target))
-            for pair in ((here, there), (there, here)):
-                threading.Thread(target=self._pass, args=pair, daemon=True).start()
+            client, _ = self.server.accept()
+            server = socket.create_connection(("127.0.0.1", self.target_port))
+            for pair in ((client, server), (server, client)):
+                threading.Thread(target=self._forward, args=pair, daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while data := source.recv(1 << 16):
                 self.bytes += len(data)
@@ -52,101 +65,116 @@ class Relay:
         target.close()
 
 
-def in_process(config: configs.Config, warm_up: int = 0) -> tuple[float, float]:
-    """Seconds a round, with the experiment's evaluations and without; after so many rounds steps are traced."""
-    run, times = prepare(config), []
-    for _ in run:
-        times.append((time.perf_counter(), run.fed.ledger.wall_s))
-    (began, before), (ended, after), rounds = (
-        times[warm_up],
-        times[-1],
-        run.fed.ledger.rounds - warm_up,
-    )
-    return (ended - began) / rounds, (after - before) / rounds
+def in_process(config: configs.Config, warm_up: int = 0) -> SecondsPerRound:
+    """Run an experiment in this process; leave out rounds before steps are traced."""
+    run = prepare_run(config)
+    times = [(time.perf_counter(), run.fed.ledger.wall_s) for _ in run]
+    began, bare_before = times[warm_up]
+    ended, bare_after = times[-1]
+    rounds = run.fed.ledger.rounds - warm_up
+    return SecondsPerRound((ended - began) / rounds, (bare_after - bare_before) / rounds)
 
 
-def warm_nodes(config: configs.Config) -> tuple[float, float]:
-    """Seconds a round on warm nodes, and bytes on the wire over those of the tensors."""
+def on_warm_nodes(config: configs.Config) -> tuple[float, float]:
+    """Run an experiment on nodes that keep their process between tasks.
+
+    Returns:
+        Seconds per round, and bytes on the wire over the bytes of the tensors.
+    """
     from fedbilevel.cli.federation import serve
     from fedbilevel.deploy.flower.deployment import Deployment
 
     relays: list[Relay] = []
 
-    def nodes(site: Deployment) -> None:
-        relays.append(Relay(site.port))
+    def start_nodes(deployment: Deployment) -> None:
+        relay = Relay(deployment.port)
+        relays.append(relay)
+        join = [sys.executable, "-m", "fedbilevel.cli", "join", relay.address, "--warm"]
         for j in range(NODES):
-            command = [
-                sys.executable,
-                "-m",
-                "fedbilevel.cli",
-                "join",
-                relays[0].address,
-                "--warm",
-                "--partition",
-                j,
-            ]
-            site.start(f"client-{j}", command)
+            deployment.start_process(f"client-{j}", [*join, "--partition", j])
 
     with tempfile.TemporaryDirectory() as folder:
-        parts: Any = {
-            "clients": NODES,
-            "resume": False,
-            "data_dir": None,
-            "quiet": True,
-            "local": nodes,
-        }
-        summary = serve(config, "bench", Path(folder, "run"), site=Deployment(), **parts)
-    evaluations = 2 * NODES * 4 * 161_260  # before and after: x and y, to everyone
-    return summary["wall_s"] / summary["rounds"], relays[0].bytes / (
-        summary["bytes_up"] + summary["bytes_down"] + evaluations
-    )
+        summary = serve(
+            config,
+            "bench",
+            Path(folder, "run"),
+            deployment=Deployment(),
+            clients=NODES,
+            resume=False,
+            data_dir=None,
+            quiet=True,
+            start_nodes=start_nodes,
+        )
+    evaluations = 2 * NODES * 4 * PARAMETERS  # x and y to every client, before and after the run
+    tensor_bytes = summary["bytes_up"] + summary["bytes_down"] + evaluations
+    return summary["wall_s"] / summary["rounds"], relays[0].bytes / tensor_bytes
 
 
-def on_ray(config: configs.Config) -> tuple[float, float]:
-    """The same on Flower's simulation engine."""
-    from fedbilevel.cli.federation import simulate
+def on_ray(config: configs.Config) -> SecondsPerRound:
+    """Run an experiment on Flower's simulation engine."""
+    from fedbilevel.cli.federation import simulate_on_ray
 
     with tempfile.TemporaryDirectory() as folder:
-        simulate(config, Path(folder, "run"), resume=False, data_dir=None)
+        simulate_on_ray(config, Path(folder, "run"), resume=False, data_dir=None)
         first, *_, last = read(Path(folder, "run")).history
-    return (last["virtual_s"] - first["virtual_s"]) / last["round"], last["wall_s"] / last["round"]
+    evaluated = (last["virtual_s"] - first["virtual_s"]) / last["round"]
+    return SecondsPerRound(evaluated, last["wall_s"] / last["round"])
+
+
+def warm_node_rows() -> list[Row]:
+    """Compare warm nodes with one process."""
+    config = configs.resolve(*configs.read("digits"), overrides=WIDE_DIGITS)
+    nodes_s, bytes_ratio = on_warm_nodes(config)
+    process_s = in_process(config).bare
+    return [
+        Row(
+            "bytes on the wire / bytes of the tensors, 160k parameters",
+            bytes_ratio,
+            "at most 1.05",
+            f"{NODES} warm nodes, polls and headers included",
+        ),
+        Row(
+            f"a round on {NODES} warm nodes / in process",
+            nodes_s / process_s,
+            "",
+            f"{nodes_s:.2f} s and {1e3 * process_s:.0f} ms per round, "
+            f"{nodes_s / NODES:.2f} s per message",
+        ),
+    ]
+
+
+def ray_row(name: str, limit: str) -> Row:
+    """Compare an experiment in process with the same on Flower's simulation engine."""
+
+    def resolve(rounds: int) -> configs.Config:
+        overrides = {"rounds": rounds, "every": 1, "runtime.threads": 1}
+        return configs.resolve(*configs.read(name), overrides=overrides)
+
+    ours = in_process(resolve(200), warm_up=100)
+    rays = on_ray(resolve(40))
+    return Row(
+        "rounds per second in process / on Flower's simulation engine, "
+        f"simfbo on {name} as it ships",
+        rays.evaluated / ours.evaluated,
+        limit,
+        f"{1 / ours.evaluated:.1f} and {1 / rays.evaluated:.2f} rounds/s; "
+        f"without evaluations {rays.bare / ours.bare:.1f}x",
+    )
 
 
 def rows() -> list[Row]:
-    try:
-        import flwr  # noqa: F401
-    except ImportError:
-        print("Flower is not installed: left out")
+    """Compare runs on Flower with runs in process; leave out what is not installed."""
+    if find_spec("flwr") is None:
+        print("left out: Flower, which is not installed")
         return []
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    found = []
-    budget = {"rounds": ROUNDS, "every": ROUNDS, "runtime.threads": 1}
-    wide = configs.resolve(*configs.read("digits"), overrides={**budget, **WIDE})
-    seconds, bytes_ratio = warm_nodes(wide)
-    _, inside = in_process(wide)
-    title = "bytes on the wire / bytes of the tensors, 160k parameters"
-    found.append(
-        Row(title, bytes_ratio, "at most 1.05", f"{NODES} warm nodes, polls and headers included")
-    )
-    detail = f"{seconds:.2f} s and {1e3 * inside:.0f} ms a round, {seconds / NODES:.2f} s a message"
-    found.append(Row(f"a round on {NODES} warm nodes / in process", seconds / inside, "", detail))
-    try:
-        import ray  # noqa: F401
-    except ImportError:
-        print("Ray is not installed (pip install 'fedbilevel[ray]'): left out")
-        return found
-    for name, limit in (("digits", "at least 20"), ("mnist", "")):
-        if name == "mnist" and not Path(os.environ.get("FEDBILEVEL_DATA", ""), "mnist").is_dir():
-            print("MNIST is not in $FEDBILEVEL_DATA: left out")
-            continue
-        long, short = (
-            configs.resolve(
-                *configs.read(name), overrides={"rounds": rounds, "every": 1, "runtime.threads": 1}
-            )
-            for rounds in (200, 40)
-        )
-        (inside, bare), (outside, bare_outside) = in_process(long, warm_up=100), on_ray(short)
-        title = f"rounds a second in process / on Flower's simulation engine, simfbo on {name} as it ships"
-        detail = f"{1 / inside:.1f} and {1 / outside:.2f} rounds/s; without evaluations {bare_outside / bare:.1f}x"
-        found.append(Row(title, outside / inside, limit, detail))
-    return found
+    rows = warm_node_rows()
+    if find_spec("ray") is None:
+        print("left out: Ray, which is not installed (pip install 'fedbilevel[ray]')")
+        return rows
+    rows.append(ray_row("digits", "at least 20"))
+    if Path(os.environ.get("FEDBILEVEL_DATA", ""), "mnist").is_dir():
+        rows.append(ray_row("mnist", ""))
+    else:
+        print("left out: MNIST on Ray, because it is not in $FEDBILEVEL_DATA")
+    return rows

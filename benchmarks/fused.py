@@ -1,4 +1,8 @@
-"""The fused step against its floor (two plain gradients) and against the five terms one by one, client by client."""
+"""The fused step: against two plain gradients, and against five terms computed one by one.
+
+The fused step computes the three directions of SimFBO in one pass. Two plain gradients, one on each
+batch, are its floor; five terms computed client by client are what published codes do.
+"""
 
 from __future__ import annotations
 
@@ -17,60 +21,69 @@ from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import fold_in, normal, root
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.execution.lift import lifted, single, stacked
 from fedbilevel.execution.stacked._trace import trace
+from fedbilevel.execution.vectorize import apply_to_one, vectorized
 
-Stack = tuple[Tree, Tree, Tree, Batch]
+Samples = tuple[Tensor, Tensor]  # inputs and labels
+Point = tuple[Tree, Tree, Tree, Batch]  # x, y, z and the batches of one client, or of a stack
+StepFunction = Callable[[Tree, Tree, Tree, Batch], object]
+Timed = Callable[[], object]
 
 
-def problem(net: torch.nn.Module, ridge: float = 1e-3) -> fb.Problem:
+def network_problem(net: torch.nn.Module, ridge: float = 1e-3) -> fb.Problem:
+    """Cross-entropy of a network, whose head is y and whose backbone is x."""
     _, x, y = fb.split_module(net, lower="head.")
     below, above = fb.nets.stem(net)
 
-    def embed(x: Tree, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def embed(x: Tree, batch: Samples) -> Samples:
         return below(x, batch[0]), batch[1]
 
-    def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def upper(x: Tree, y: Tree, batch: Samples) -> Tensor:
         return F.cross_entropy(above({**x, **y}, batch[0]), batch[1])
 
-    def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def lower(x: Tree, y: Tree, batch: Samples) -> Tensor:
         return upper(x, y, batch) + 0.5 * ridge * dot(y, y)
 
     return fb.Problem(upper=upper, lower=lower, x=x, y=y, embed=embed)
 
 
-def stack(p: fb.Problem, clients: int, batch: int, shape: tuple[int, ...]) -> Stack:
-    """Every client at its own point, as in the middle of a round."""
+def random_stack(problem: fb.Problem, clients: int, batch: int, shape: tuple[int, ...]) -> Point:
+    """A stack of clients at different points, as in the middle of a round."""
     key = root(0, "bench")
 
-    def spread(tree: Tree, tag: int) -> Tree:
+    def perturb(tree: Tree, tag: int) -> Tree:
         noise = tree.map(lambda t: normal(fold_in(key, tag), (clients, *t.shape)) * 0.01)
         return tree.map(lambda t, n: t.expand(clients, *t.shape) + n, noise)
 
-    def side(tag: int) -> tuple[Tensor, Tensor]:
+    def side(tag: int) -> Samples:
         labels = (normal(fold_in(key, tag + 1), (clients, batch)).abs() * 5).long().clamp(max=9)
         return normal(fold_in(key, tag), (clients, batch, *shape)), labels
 
-    x, y = p.start
+    x, y = problem.start
     keys = fold_in(key, torch.arange(clients))
-    return spread(x, 1), spread(y, 2), spread(y, 3), Batch(side(10), side(20), keys)
+    return perturb(x, 1), perturb(y, 2), perturb(y, 3), Batch(side(10), side(20), keys)
 
 
-def two_plain_gradients(p: fb.Problem) -> Callable[[Tree, Tree, Tree, Batch], object]:
-    """One gradient of the lower loss on the training batch, one of the upper loss on the validation batch."""
-    oracle = Oracle(p)
-    return lambda x, y, z, b: (
-        grad(oracle.lower, argnums=(0, 1))(x, y, b),
-        grad(oracle.upper, argnums=(0, 1))(x, y, b),
-    )
+def two_plain_gradients(problem: fb.Problem) -> StepFunction:
+    """The gradient of g on the training batch and that of f on the validation batch."""
+    oracle = Oracle(problem)
+
+    def gradients(x: Tree, y: Tree, z: Tree, batch: Batch) -> object:
+        lower = grad(oracle.lower, argnums=(0, 1))(x, y, batch)
+        upper = grad(oracle.upper, argnums=(0, 1))(x, y, batch)
+        return lower, upper
+
+    return gradients
 
 
-def written_out_mlp(x: Tree, y: Tree, z: Tree, b: Batch) -> object:
-    """The same two gradients of the MLP as batched matrix products: nothing but arithmetic."""
-    w, c = x["backbone.1.weight"], x["backbone.1.bias"]
-    v, e = y["head.weight"], y["head.bias"]
-    out = []
-    for inputs, labels in (b.train, b.val):
+def written_out_mlp(x: Tree, y: Tree, z: Tree, batch: Batch) -> object:
+    """The two gradients of an MLP as batched matrix products, with nothing but arithmetic."""
+    w = x["backbone.1.weight"]
+    c = x["backbone.1.bias"]
+    v = y["head.weight"]
+    e = y["head.bias"]
+    gradients = []
+    for inputs, labels in (batch.train, batch.val):
         a = inputs.flatten(2)
         h = torch.baddbmm(c.unsqueeze(1), a, w.transpose(1, 2))
         r = h.relu()
@@ -78,89 +91,102 @@ def written_out_mlp(x: Tree, y: Tree, z: Tree, b: Batch) -> object:
         p.scatter_add_(2, labels.unsqueeze(-1), torch.full((*labels.shape, 1), -1.0))
         p /= labels.shape[1]
         dh = torch.bmm(p, v).mul_(h > 0)
-        out.append(
-            (torch.bmm(dh.transpose(1, 2), a), dh.sum(1), torch.bmm(p.transpose(1, 2), r), p.sum(1))
-        )
-    return out
+        dw = torch.bmm(dh.transpose(1, 2), a)
+        dv = torch.bmm(p.transpose(1, 2), r)
+        gradients.append((dw, dh.sum(1), dv, p.sum(1)))
+    return gradients
 
 
-def five_terms_one_by_one(p: fb.Problem, x: Tree, y: Tree, z: Tree, b: Batch) -> list[object]:
-    """What published codes do: a client at a time, each term by its own autograd calls."""
+def five_terms_one_by_one(problem: fb.Problem, stack: Point) -> list[object]:
+    """What published codes do: client by client, each term by its own autograd calls."""
+    oracle = Oracle(problem)
     replies: list[object] = []
-    oracle = Oracle(p)
-    for i in range(len(next(iter(x.values())))):
-        xi, yi = ({n: t[i].detach().requires_grad_() for n, t in tree.items()} for tree in (x, y))
-        train, val = (tuple(t[i] for t in side) for side in (b.train, b.val))
-        xs, ys, zs = list(xi.values()), list(yi.values()), [t[i] for t in z.values()]
-        lower, upper = (
-            partial(level, Tree(xi), Tree(yi), Batch(train, val))
-            for level in (oracle.lower, oracle.upper)
-        )
+    for i in range(len(stack[3].rng)):
+        x, y, z, (train, val, _) = pytree.tree_map(lambda tensor, i=i: tensor[i], stack)
+        batch = Batch(train, val)
+        x = x.map(lambda tensor: tensor.detach().requires_grad_())
+        y = y.map(lambda tensor: tensor.detach().requires_grad_())
+        xs = list(x.values())
+        ys = list(y.values())
+        zs = list(z.values())
+        lower = partial(oracle.lower, x, y, batch)
+        upper = partial(oracle.upper, x, y, batch)
         g_y = torch.autograd.grad(lower(), ys)
         f_x = torch.autograd.grad(upper(), xs)
         f_y = torch.autograd.grad(upper(), ys)
-        slope = torch.autograd.grad(lower(), ys, create_graph=True)
-        hessian = torch.autograd.grad(slope, ys, grad_outputs=zs)
-        slope = torch.autograd.grad(lower(), ys, create_graph=True)
-        cross = torch.autograd.grad(slope, xs, grad_outputs=zs)
-        replies.append(
-            (
-                [f - c for f, c in zip(f_x, cross, strict=True)],
-                g_y,
-                [h - f for h, f in zip(hessian, f_y, strict=True)],
-            )
-        )
+        gradient = torch.autograd.grad(lower(), ys, create_graph=True)
+        hessian = torch.autograd.grad(gradient, ys, grad_outputs=zs)
+        gradient = torch.autograd.grad(lower(), ys, create_graph=True)
+        cross = torch.autograd.grad(gradient, xs, grad_outputs=zs)
+        d_x = [f - c for f, c in zip(f_x, cross, strict=True)]
+        d_z = [h - f for h, f in zip(hessian, f_y, strict=True)]
+        replies.append((d_x, g_y, d_z))
     return replies
 
 
-def replayed(function: Callable[..., object], at: Stack) -> Callable[[], object]:
-    """A function of a stack as the runtime runs it in a long run: traced once, replayed."""
-    values, form = pytree.tree_flatten(at)
-    run = trace(
-        lambda *values: pytree.tree_leaves(function(*pytree.tree_unflatten(values, form))), values
-    )
-    return lambda: run(*values)
+def replayed(function: Callable[..., object], stack: Point) -> Timed:
+    """A function of a stack as a long run computes it: traced once, then replayed."""
+    tensors, spec = pytree.tree_flatten(stack)
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        return pytree.tree_leaves(function(*pytree.tree_unflatten(tensors, spec)))
+
+    run = trace(flat, tensors)
+    return lambda: run(*tensors)
 
 
-def one_by_one(function: Callable[..., object], at: Stack) -> Callable[[], object]:
-    """The same, a client at a time, as the runtime does on a CPU where convolutions are large."""
-    clients = [pytree.tree_map(lambda t, i=i: t[i : i + 1], at) for i in range(len(at[3].rng))]
-    runs = [replayed(lifted(single, function), clients[0])] * len(
-        clients
-    )  # of the same shapes, so that one will do
-    return lambda: [run() for run in runs]
+def one_by_one(function: StepFunction, stack: Point) -> Timed:
+    """A function replayed client by client, as on a CPU where convolutions are large."""
+    clients = len(stack[3].rng)
+    first = pytree.tree_map(lambda tensor: tensor[:1], stack)
+    run = replayed(vectorized(function, apply_to_one), first)
+    # All clients have the same shapes, so the first one stands for each of them.
+    return lambda: [run() for _ in range(clients)]
 
 
-def against_floor(name: str, p: fb.Problem, at: Stack, repeats: int) -> Row:
-    fused, plain = Oracle(p).directions, two_plain_gradients(p)
-    functions: dict[str, Callable[[], object]] = {
-        "plain, stacked": lambda: lifted(stacked, plain)(*at),
-        "plain, stacked and traced": replayed(lifted(stacked, plain), at),
+def against_floor(name: str, problem: fb.Problem, stack: Point, repeats: int) -> Row:
+    """Compare the fused step with the fastest way to compute two plain gradients."""
+    fused = Oracle(problem).directions
+    plain = two_plain_gradients(problem)
+    functions: dict[str, Timed] = {
+        "plain, stacked": lambda: vectorized(plain)(*stack),
+        "plain, stacked and traced": replayed(vectorized(plain), stack),
     }
     if name == "MLP":
-        functions["fused"] = replayed(lifted(stacked, fused), at)
-        functions["fused before it is traced"] = lambda: lifted(stacked, fused)(*at)
-        functions["plain, written out"] = lambda: written_out_mlp(*at)
+        functions["fused"] = replayed(vectorized(fused), stack)
+        functions["fused before it is traced"] = lambda: vectorized(fused)(*stack)
+        functions["plain, written out"] = lambda: written_out_mlp(*stack)
     else:
-        functions["fused"] = one_by_one(fused, at)
-        functions["plain, one by one and traced"] = one_by_one(plain, at)
+        functions["fused"] = one_by_one(fused, stack)
+        functions["plain, one by one and traced"] = one_by_one(plain, stack)
     times = seconds(functions, repeats)
     floor = min(value for key, value in times.items() if key.startswith("plain"))
-    clients, batch = at[3].train[1].shape
+    clients, batch = stack[3].train[1].shape
     title = f"fused step / two plain gradients, {name}, {clients} clients, batch {batch}"
     return Row(title, times["fused"] / floor, "at most 1.10", describe(times))
 
 
-def rows() -> list[Row]:
-    mlp, cnn = problem(fb.nets.mlp(784, 200, 10)), problem(fb.nets.lenet(3, 32, 10))
-    resnet = problem(fb.nets.resnet12(1, 28, 10))
-    at = stack(mlp, clients=10, batch=32, shape=(1, 28, 28))
-    fused = replayed(lifted(stacked, Oracle(mlp).directions), at)
-    times = seconds({"naive": lambda: five_terms_one_by_one(mlp, *at), "fused": fused}, 40)
+def against_five_terms() -> Row:
+    """Compare the fused step with five terms computed one by one."""
+    mlp = network_problem(fb.nets.mlp(784, 200, 10))
+    stack = random_stack(mlp, clients=10, batch=32, shape=(1, 28, 28))
+    functions: dict[str, Timed] = {
+        "naive": lambda: five_terms_one_by_one(mlp, stack),
+        "fused": replayed(vectorized(Oracle(mlp).directions), stack),
+    }
+    times = seconds(functions, 40)
     title = "five terms one by one / fused and stacked, MLP, 10 clients, batch 32"
+    return Row(title, times["naive"] / times["fused"], "at least 3", describe(times))
+
+
+def rows() -> list[Row]:
+    """Compare the fused step with its floor on three networks, and with published codes."""
+    mlp = network_problem(fb.nets.mlp(784, 200, 10))
+    cnn = network_problem(fb.nets.lenet(3, 32, 10))
+    resnet = network_problem(fb.nets.resnet12(1, 28, 10))
     return [
-        against_floor("MLP", mlp, stack(mlp, 10, 64, (1, 28, 28)), 60),
-        against_floor("CNN", cnn, stack(cnn, 10, 64, (3, 32, 32)), 10),
-        against_floor("ResNet-12", resnet, stack(resnet, 2, 10, (1, 28, 28)), 3),
-        Row(title, times["naive"] / times["fused"], "at least 3", describe(times)),
+        against_floor("MLP", mlp, random_stack(mlp, 10, 64, (1, 28, 28)), 60),
+        against_floor("CNN", cnn, random_stack(cnn, 10, 64, (3, 32, 32)), 10),
+        against_floor("ResNet-12", resnet, random_stack(resnet, 2, 10, (1, 28, 28)), 3),
+        against_five_terms(),
     ]

@@ -1,7 +1,7 @@
-"""Rounds on a GPU: `python -m benchmarks.gpu` prints the same table as `make bench`, written to bench-gpu.json.
+"""Rounds on a GPU: `python -m benchmarks.gpu` prints a table and writes it to bench-gpu.json.
 
-SimFBO, MLP 784-200-10, 10 local steps of batch 64. The floor is the arithmetic of two plain gradients a step: the four
-matrix products of every client's backbone, as batched products of the library.
+SimFBO on an MLP 784-200-10, with 10 local steps of batch 64. The floor is the arithmetic of two
+plain gradients per step: the four matrix products of every client's backbone, as batched products.
 """
 
 from __future__ import annotations
@@ -10,68 +10,68 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import fedbilevel as fb
+from benchmarks.fused import network_problem
 from benchmarks.measure import Row, show
-from fedbilevel import nets
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.process import relaxed_garbage_collection
 from fedbilevel.core.schedules import Cosine
-from fedbilevel.core.tree import Tree, dot, flatten
+from fedbilevel.core.tree import flatten
 from fedbilevel.runs.run import Run
 
-TAU, BATCH = 10, 64
-LIMITS = {10: 3.0, 100: 6.0, 1000: 25.0}  # milliseconds a round
+LOCAL_STEPS = 10
+BATCH = 64
+LIMITS = {10: 3.0, 100: 6.0, 1000: 25.0}  # milliseconds per round, by number of clients
 
 
-def run(
-    clients: int,
-    device: str,
-    precision: str = "fp32",
-    compile: bool = False,
-    schedule: bool = False,
-) -> Run:
-    net = nets.mlp(784, 200, 10)
-    _, x, y = fb.split_module(net, lower="head.")
-    below, above = nets.stem(net)
+class Variant(NamedTuple):
+    """How a round is computed."""
 
-    def embed(x: Tree, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return below(x, batch[0]), batch[1]
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+    schedule: bool = False
 
-    def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(above({**x, **y}, batch[0]), batch[1])
 
-    def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return upper(x, y, batch) + 0.5e-3 * dot(y, y)
+VARIANTS = [
+    Variant(),
+    Variant(compile=True),
+    Variant(compile=True, schedule=True),
+    Variant(precision="bf16", compile=True),
+]
 
-    draw = torch.Generator().manual_seed(0)
+
+def new_run(clients: int, device: str, variant: Variant) -> Run:
+    """A run of SimFBO in which all clients take part."""
+    generator = torch.Generator().manual_seed(0)
 
     def side(samples: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(samples, 1, 28, 28, generator=draw), torch.randint(
-            10, (samples,), generator=draw
-        )
+        images = torch.randn(samples, 1, 28, 28, generator=generator)
+        return images, torch.randint(10, (samples,), generator=generator)
 
-    held = [fb.ClientData(train=side(450), val=side(150)) for _ in range(min(clients, 100))]
-    data = [held[i % len(held)] for i in range(clients)]
-    problem = fb.Problem(upper=upper, lower=lower, x=x, y=y, embed=embed).to(device)
-    environment = fb.Environment(local_steps=TAU, batch_size=BATCH)
-    parts: Any = {"device": device, "precision": precision, "compile": compile}
-    fed = fb.simulated_federation(problem, data, environment, **parts)
+    data = [fb.ClientData(train=side(450), val=side(150)) for _ in range(min(clients, 100))]
+    problem = network_problem(fb.nets.mlp(784, 200, 10)).to(device)
+    fed = fb.simulated_federation(
+        problem,
+        [data[i % len(data)] for i in range(clients)],
+        fb.Environment(local_steps=LOCAL_STEPS, batch_size=BATCH),
+        device=device,
+        precision=variant.precision,
+        compile=variant.compile and device != "cpu",
+    )
     method = SimFBO()
-    if schedule:
-        steps = {
-            name: Cosine(getattr(method, name), 0.01, 1000) for name in ("lr_x", "lr_y", "lr_z")
-        }
-        method = SimFBO(**steps)
+    if variant.schedule:
+        names = ("lr_x", "lr_y", "lr_z")
+        method = SimFBO(**{name: Cosine(getattr(method, name), 0.01, 1000) for name in names})
     return Run(method, fed, {"rounds": 10**9})
 
 
 def milliseconds(function: Callable[[], object], repeats: int) -> float:
+    """Return the median milliseconds of a function, until the GPU has finished."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -82,64 +82,74 @@ def milliseconds(function: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def floor(clients: int) -> float:
-    """Milliseconds of the products of a round's two gradients, both batches at once."""
-    a, d = (torch.randn(clients, 2 * BATCH, size, device="cuda") for size in (784, 200))
-    w = torch.randn(clients, 200, 784, device="cuda")
+def floor_milliseconds(clients: int) -> float:
+    """Return the milliseconds of the matrix products of a round, both batches at once."""
+    inputs = torch.randn(clients, 2 * BATCH, 784, device="cuda")
+    gradients = torch.randn(clients, 2 * BATCH, 200, device="cuda")
+    weights = torch.randn(clients, 200, 784, device="cuda")
 
     def products() -> None:
-        for _ in range(TAU):
-            torch.bmm(a, w.transpose(1, 2))
-            torch.bmm(d.transpose(1, 2), a)
+        for _ in range(LOCAL_STEPS):
+            torch.bmm(inputs, weights.transpose(1, 2))
+            torch.bmm(gradients.transpose(1, 2), inputs)
 
     milliseconds(products, 3)
     return milliseconds(products, 10)
 
 
-def ten(run: Run) -> None:
-    """Rounds as they follow each other between two evaluations: the host goes on while the GPU computes."""
+def advance_ten_rounds(run: Run) -> None:
+    """Advance as between two evaluations: the host continues while the GPU computes."""
     with relaxed_garbage_collection():
         for _ in range(10):
             run.fed.mark()
             run.advance()
 
 
-def row(clients: int, precision: str, compile: bool, schedule: bool) -> Row:
-    on_gpu = run(clients, "cuda", precision, compile, schedule)
-    on_cpu = run(clients, "cpu", precision, schedule=schedule) if clients <= 10 else None
+def agreement(run: Run, clients: int, variant: Variant) -> str:
+    """Compare x after 4 rounds with that on a CPU, if there are few clients."""
+    if clients > 10:
+        return ""
+    on_cpu = new_run(clients, "cpu", variant)
+    for _ in range(4):
+        on_cpu.advance()
+    expected = flatten(on_cpu.state.x)
+    error = float((expected - flatten(run.state.x).cpu()).norm() / expected.norm())
+    return f", x after 4 rounds as on the CPU to {error:.0e}"
+
+
+def row(clients: int, variant: Variant) -> Row:
+    """Measure one variant with so many clients."""
+    run = new_run(clients, "cuda", variant)
     started = time.perf_counter()
     for _ in range(4):
-        on_gpu.advance()
-    first = time.perf_counter() - started
-    agreement = ""
-    if on_cpu:
-        for _ in range(4):
-            on_cpu.advance()
-        x, there = flatten(on_cpu.state.x), flatten(on_gpu.state.x).cpu()
-        agreement = (
-            f", x after 4 rounds as on the CPU to {float((x - there).norm() / x.norm()):.0e}"
-        )
-    each, least = milliseconds(lambda: ten(on_gpu), 5) / 10, floor(clients)
-    detail = f"{each:.2f} ms a round, products alone {least:.2f} ms, the first 4 rounds {first:.1f} s{agreement}"
-    words = [
-        f"{clients:,} clients",
-        precision,
-        *["compiled"] * compile,
-        *["under a schedule"] * schedule,
-    ]
+        run.advance()
+    first_s = time.perf_counter() - started
+    agrees = agreement(run, clients, variant)
+    round_ms = milliseconds(lambda: advance_ten_rounds(run), 5) / 10
+    floor_ms = floor_milliseconds(clients)
+    detail = (
+        f"{round_ms:.2f} ms per round, products alone {floor_ms:.2f} ms, "
+        f"the first 4 rounds {first_s:.1f} s{agrees}"
+    )
+    words = [f"{clients:,} clients", variant.precision]
+    if variant.compile:
+        words.append("compiled")
+    if variant.schedule:
+        words.append("under a schedule")
     title = f"a round / its matrix products in fp32, {', '.join(words)}"
     torch.cuda.empty_cache()
-    return Row(title, each / least, f"{LIMITS[clients]:g} ms", detail)
+    return Row(title, round_ms / floor_ms, f"{LIMITS[clients]:g} ms", detail)
+
+
+def main() -> None:
+    """Measure all variants."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this machine has no GPU that PyTorch can use")
+    rows = []
+    for clients in LIMITS:
+        rows += [row(clients, variant) for variant in VARIANTS]
+    show(rows, Path("bench-gpu.json"))
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("this machine has no GPU that PyTorch can use")
-    kinds = [
-        ("fp32", False, False),
-        ("fp32", True, False),
-        ("fp32", True, True),
-        ("bf16", True, False),
-    ]
-    found = [row(clients, *kind) for clients in LIMITS for kind in kinds]
-    show(found, Path("bench-gpu.json"))
+    main()

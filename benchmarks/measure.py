@@ -1,4 +1,7 @@
-"""Interleaved timing: what is compared runs in turns, so that a noisy moment hits both sides."""
+"""Interleaved timing, and the table of results.
+
+What is compared runs in turns, so that a noisy moment of the machine hits both sides.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One ratio: what was measured over what it is measured against, and the limit it is meant to keep."""
+    """One ratio.
+
+    Attributes:
+        name: what is measured, over what it is compared with.
+        ratio: the ratio.
+        limit: what the ratio should keep to; empty if there is no limit.
+        detail: the times that the ratio was computed from.
+    """
 
     name: str
     ratio: float
@@ -26,7 +36,7 @@ class Row:
 def seconds(
     functions: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 3
 ) -> dict[str, float]:
-    """The median seconds of each function, measured in turns."""
+    """Return the median seconds that each function takes; they are called in turns."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warm_up + repeats):
         for name, function in functions.items():
@@ -38,16 +48,21 @@ def seconds(
 
 
 def peak_megabytes() -> float:
-    """The most memory that this process has held; `getrusage` would count what its parent held when it was made."""
+    """Return the most memory that this process has held.
+
+    `getrusage` would include what the parent process held when it forked.
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def describe(times: Mapping[str, float]) -> str:
+    """Return times as text, in milliseconds."""
     return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in times.items())
 
 
 def show(rows: list[Row], path: Path) -> None:
+    """Print a table of ratios and write it to a JSON file."""
     table = Table("benchmark", "ratio", "limit", "measured", title="fedbilevel: ratios of one run")
     for row in rows:
         table.add_row(row.name, f"{row.ratio:.2f}", row.limit, row.detail)

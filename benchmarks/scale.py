@@ -1,4 +1,8 @@
-"""A round costs what its cohort costs, whatever the number of clients, and its cost is linear in what it is made of."""
+"""What a round costs as things grow.
+
+It should cost what its cohort costs, whatever the number of clients; and it should be linear in the
+cohort, the local steps and the parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +15,39 @@ from typing import Any, ClassVar
 import torch
 
 import fedbilevel as fb
-from benchmarks.fused import problem
+from benchmarks.fused import network_problem
 from benchmarks.measure import Row, describe, peak_megabytes, seconds
 from fedbilevel.algorithms.simfbo import Descend, SimFBO
 from fedbilevel.core.rng import fold_in, normal, root
-from fedbilevel.federation.ledger import Sent
+from fedbilevel.federation.ledger import MessagesSent
 from fedbilevel.federation.phase import Message
 from fedbilevel.runs.run import Run
 
-FEW, MANY, COHORT = 1_000, 1_000_000, 100
+FEW_CLIENTS = 1_000
+MANY_CLIENTS = 1_000_000
+COHORT = 100
 
 
 class LazyClients(Sequence[fb.ClientData]):
-    """Data made when looked at."""
+    """Clients whose data are created whenever they are read."""
 
     def __init__(self, count: int, samples: int, features: int) -> None:
-        self.count, self.samples, self.features = count, samples, features
+        self.count = count
+        self.samples = samples
+        self.features = features
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, i: Any) -> Any:
-        key = fold_in(root(0, "lazy"), i)
-        side = (normal(key, (self.samples, self.features)), torch.arange(self.samples) % 10)
+    def __getitem__(self, client: Any) -> Any:
+        key = fold_in(root(0, "lazy"), client)
+        inputs = normal(key, (self.samples, self.features))
+        side = (inputs, torch.arange(self.samples) % 10)
         return fb.ClientData(train=side, val=side)
 
 
-class Remembering(Descend):
-    """SimFBO's phase, with a memory of x's size that it adds to."""
+class RememberingDescend(Descend):
+    """SimFBO's phase with a client memory of the size of x, to which each task adds."""
 
     remembers = True
 
@@ -53,123 +62,142 @@ class Remembering(Descend):
         return {**reply, "memory": {"sum": c[1] + reply["qx"]}}
 
 
-class Remember(SimFBO):
-    local_phase: ClassVar[type[Descend]] = Remembering
+class RememberingSimFBO(SimFBO):
+    """SimFBO whose clients remember."""
+
+    local_phase: ClassVar[type[Descend]] = RememberingDescend
 
 
-def small(clients: int, method: type[SimFBO] = SimFBO) -> Run:
-    """A small network: what could grow with the number of clients would show."""
+def small_run(clients: int, method: type[SimFBO] = SimFBO) -> Run:
+    """A small network: any cost that grows with the number of clients would show."""
     environment = fb.Environment(participation=COHORT, batch_size=16)
-    net, data = problem(fb.nets.mlp(64, 32, 10)), LazyClients(clients, samples=32, features=64)
-    return Run(method(), fb.simulated_federation(net, data, environment), {})
+    problem = network_problem(fb.nets.mlp(64, 32, 10))
+    data = LazyClients(clients, samples=32, features=64)
+    return Run(method(), fb.simulated_federation(problem, data, environment), {})
 
 
-def iteration(run: Run, every: int = 10) -> Callable[[], None]:
-    """As a run does it: with a mark to go back to, and a checkpoint now and then."""
-
-    def one() -> None:
-        run.fed.mark()
-        run.advance()
-        if run.fed.iteration % every == 0:
-            run.fed.snapshot()
-
-    return one
-
-
-def experienced(clients: int) -> Run:
-    """All of them have taken part before."""
-    run = small(clients)
-    run.fed.ledger.book(Sent("descend", range(clients), [0] * clients))
+def experienced_run(clients: int) -> Run:
+    """A run in which every client has taken part before."""
+    run = small_run(clients)
+    run.fed.ledger.book(MessagesSent("descend", range(clients), [0] * clients))
     return run
 
 
-def remembering(clients: int, folder: str) -> Run:
-    """All of them remember something, of which 4 MB are held in memory."""
-    run = small(clients, Remember)
-    (Path(folder) / str(clients)).mkdir()
-    run.fed.transport.keep_in(Path(folder) / str(clients))
+def remembering_run(clients: int, folder: Path) -> Run:
+    """A run in which every client remembers something, of which 4 MB are cached."""
+    run = small_run(clients, RememberingSimFBO)
+    run_folder = folder / str(clients)
+    run_folder.mkdir()
+    run.fed.transport.store_in(run_folder)
     memories = run.fed.transport.executor.memories  # type: ignore[attr-defined]
-    memories.most, x = 2**22, run.fed.problem.start[0]
+    memories.cache_bytes = 2**22
+    x, _ = run.fed.problem.start
     for client in range(clients):
         memories[client] = {"sum": x}
     return run
 
 
-def peak_memory(clients: int) -> float:
-    """Megabytes a process needs at most for 20 rounds."""
-    one = iteration(small(clients))
+def iteration(run: Run, checkpoint_every: int = 10) -> Callable[[], None]:
+    """One iteration as a run does it: with a mark before, and a checkpoint from time to time."""
+
+    def advance() -> None:
+        run.fed.mark()
+        run.advance()
+        if run.fed.iteration % checkpoint_every == 0:
+            run.fed.snapshot()
+
+    return advance
+
+
+def against_few(name: str, make_run: Callable[[int], Run], few: int, many: int) -> Row:
+    """Compare a round with many clients with a round with few."""
+    functions = {
+        f"{few:,}": iteration(make_run(few)),
+        f"{many:,}": iteration(make_run(many)),
+    }
+    times = seconds(functions, repeats=25, warm_up=5)
+    ratio = times[f"{many:,}"] / times[f"{few:,}"]
+    return Row(name, ratio, "at most 1.2", describe(times))
+
+
+def peak_of_20_rounds(clients: int) -> float:
+    """Return the peak megabytes of this process after 20 rounds."""
+    advance = iteration(small_run(clients))
     for _ in range(20):
-        one()
+        advance()
     return peak_megabytes()
 
 
-def large(cohort: int = 10, tau: int = 5, hidden: int = 200, batch: int = 64) -> Callable[[], None]:
-    """An MLP whose arithmetic is most of a round; everyone takes part."""
+def memory_against_few() -> Row:
+    """Compare the peak memory with many clients with that with few, each in a new process."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        few = pool.apply(peak_of_20_rounds, (FEW_CLIENTS,))
+        many = pool.apply(peak_of_20_rounds, (MANY_CLIENTS,))
+    return Row(
+        f"peak memory with {MANY_CLIENTS:,} registered clients / with {FEW_CLIENTS:,}",
+        many / few,
+        "at most 1.2",
+        f"{FEW_CLIENTS:,} clients {few:.0f} MB, {MANY_CLIENTS:,} clients {many:.0f} MB",
+    )
+
+
+def large_round(cohort: int, local_steps: int, hidden: int) -> Callable[[], None]:
+    """A round of an MLP whose arithmetic takes most of it; everyone takes part."""
+    batch = 64
     data = LazyClients(cohort, samples=4 * batch, features=784)
     clients = [data[i] for i in range(cohort)]
-    environment = fb.Environment(local_steps=tau, batch_size=batch)
-    fed = fb.simulated_federation(problem(fb.nets.mlp(784, hidden, 10)), clients, environment)
+    environment = fb.Environment(local_steps=local_steps, batch_size=batch)
+    problem = network_problem(fb.nets.mlp(784, hidden, 10))
+    fed = fb.simulated_federation(problem, clients, environment)
     return Run(SimFBO(), fed, {}).advance
 
 
 def linear() -> list[Row]:
-    once: dict[str, Any] = {"cohort": 10, "tau": 5, "hidden": 200}
-    names = {"cohort": "clients", "tau": "local steps", "hidden": "hidden units, so parameters"}
-    runs = {"1x": large(**once)} | {
-        key: large(**{**once, key: 2 * value}) for key, value in once.items()
+    """Compare a round with rounds that are twice as large in one respect."""
+    single = {"cohort": 10, "local_steps": 5, "hidden": 200}
+    words = {
+        "cohort": "clients",
+        "local_steps": "local steps",
+        "hidden": "hidden units, so parameters",
     }
-    times = seconds(runs, repeats=12, warm_up=12)  # until every step is traced
-    return [
-        Row(
-            f"a round with {2 * once[key]} {name} / with {once[key]}, over 2",
-            times[key] / times["1x"] / 2,
-            "at most 1.1",
-            describe({f"{once[key]}": times["1x"], f"{2 * once[key]}": times[key]}),
-        )
-        for key, name in names.items()
-    ]
-
-
-def flat(title: str, made: Callable[[int], Run], few: int, many: int) -> Row:
-    runs = {f"{few:,}": iteration(made(few)), f"{many:,}": iteration(made(many))}
-    few_s, many_s = (times := seconds(runs, repeats=25, warm_up=5)).values()
-    return Row(
-        title.format(few=f"{few:,}", many=f"{many:,}"),
-        many_s / few_s,
-        "at most 1.2",
-        describe(times),
-    )
+    functions = {"single": large_round(**single)}
+    for name, value in single.items():
+        functions[name] = large_round(**{**single, name: 2 * value})
+    times = seconds(functions, repeats=12, warm_up=12)  # until every step is traced
+    rows = []
+    for name, value in single.items():
+        title = f"a round with {2 * value} {words[name]} / with {value}, over 2"
+        ratio = times[name] / times["single"] / 2
+        detail = describe({f"{value}": times["single"], f"{2 * value}": times[name]})
+        rows.append(Row(title, ratio, "at most 1.1", detail))
+    return rows
 
 
 def rows() -> list[Row]:
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        memory = {f"{count:,}": pool.apply(peak_memory, (count,)) for count in (FEW, MANY)}
-    few, many = memory.values()
+    """Compare rounds with many clients, and with larger cohorts, steps and networks."""
     with tempfile.TemporaryDirectory() as folder:
         return [
-            flat(
-                f"a round with {{many}} registered clients / with {{few}}, cohort {COHORT}",
-                small,
-                FEW,
-                MANY,
+            against_few(
+                f"a round with {MANY_CLIENTS:,} registered clients / with {FEW_CLIENTS:,}, "
+                f"cohort {COHORT}",
+                small_run,
+                FEW_CLIENTS,
+                MANY_CLIENTS,
             ),
-            Row(
-                f"peak memory with {MANY:,} registered clients / with {FEW:,}",
-                many / few,
-                "at most 1.2",
-                ", ".join(f"{name} clients {value:.0f} MB" for name, value in memory.items()),
+            memory_against_few(),
+            against_few(
+                f"a round when {MANY_CLIENTS:,} clients have taken part / "
+                f"when {FEW_CLIENTS:,} have",
+                experienced_run,
+                FEW_CLIENTS,
+                MANY_CLIENTS,
             ),
-            flat(
-                "a round when {many} clients have taken part / when {few} have",
-                experienced,
-                FEW,
-                MANY,
-            ),
-            flat(
-                "a round when {many} clients remember, all but 4 MB of it in a file / when {few} do",
-                lambda count: remembering(count, folder),
-                FEW,
-                10 * FEW,
+            against_few(
+                f"a round when {10 * FEW_CLIENTS:,} clients remember, all but 4 MB in a file / "
+                f"when {FEW_CLIENTS:,} do",
+                lambda clients: remembering_run(clients, Path(folder)),
+                FEW_CLIENTS,
+                10 * FEW_CLIENTS,
             ),
             *linear(),
         ]

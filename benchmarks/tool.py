@@ -1,4 +1,4 @@
-"""What the tool adds to the loop it runs: config, metrics, checkpoints every 10 rounds, progress."""
+"""What `fedbilevel run` adds to the loop that it runs: metrics, checkpoints, progress."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from typing import Any
 from benchmarks.measure import Row, describe, seconds
 from fedbilevel.cli.progress import Progress
 from fedbilevel.experiments import config as configs
-from fedbilevel.experiments.runner import prepare
+from fedbilevel.experiments.runner import prepare_run
 from fedbilevel.runs.recorder import Recorder
 
-ROUNDS = 10
+ROUNDS = 10  # per measurement; a checkpoint is written in each
+
+Metrics = dict[str, Any]
 
 
-def advance(
-    metrics: Iterator[dict[str, Any]], show: Callable[[dict[str, Any]], None]
-) -> Callable[[], None]:
-    def ten_rounds() -> None:
+def advance(metrics: Iterator[Metrics], show: Callable[[Metrics], None]) -> Callable[[], None]:
+    """Return a function that advances a run by some rounds."""
+
+    def advance_rounds() -> None:
         for _ in range(ROUNDS):
             show(next(metrics))
 
-    return ten_rounds
+    return advance_rounds
 
 
 def rows() -> list[Row]:
-    data = Path(os.environ.get("FEDBILEVEL_DATA", ""), "mnist")
-    if not data.is_dir():
-        print(
-            "the tool's overhead is measured on MNIST, which is not in $FEDBILEVEL_DATA: left out"
-        )
+    """Compare the command line with the loop alone, on MNIST."""
+    if not Path(os.environ.get("FEDBILEVEL_DATA", ""), "mnist").is_dir():
+        print("left out: what the tool adds, because MNIST is not in $FEDBILEVEL_DATA")
         return []
+    config = configs.resolve(*configs.read("mnist"), overrides={"rounds": 1000})
     with tempfile.TemporaryDirectory() as folder, Progress("bench", 1000, quiet=False) as progress:
-        config = configs.resolve(*configs.read("mnist"), overrides={"rounds": 1000})
-        with closing(
-            iter(Recorder(prepare(config), Path(folder, "run"), config.table))
-        ) as recorder:  # type: ignore[type-var]
-            tool = advance(recorder, progress.show)
-            loop = advance(iter(prepare(config)), lambda metrics: None)
-            times = seconds({"tool": tool, "loop": loop}, repeats=30, warm_up=6)
-    title = (
+        recorder = Recorder(prepare_run(config), Path(folder, "run"), config.table)
+        with closing(iter(recorder)) as recorded:  # type: ignore[type-var]
+            functions = {
+                "tool": advance(recorded, progress.show),
+                "loop": advance(iter(prepare_run(config)), lambda metrics: None),
+            }
+            times = seconds(functions, repeats=30, warm_up=6)
+    name = (
         "fedbilevel run / the same loop alone, 10 rounds of simfbo on MNIST, evaluated every round"
     )
-    return [Row(title, times["tool"] / times["loop"], "at most 1.05", describe(times))]
+    return [Row(name, times["tool"] / times["loop"], "at most 1.05", describe(times))]

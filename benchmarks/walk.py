@@ -1,6 +1,7 @@
-"""The walk from the server's iteration to a client's step: our own frames, hop by hop.
+"""The path from the server's iteration to a client's step, as the frames of this package.
 
-`python -m benchmarks.walk` prints them for the reference executor, for the stacked one, and for a node on Flower.
+`python -m benchmarks.walk` prints it for the reference executor, for the stacked one, and for a
+node on Flower.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Literal
 
 import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import Descend
@@ -18,42 +19,51 @@ from fedbilevel.runs.run import Run
 PACKAGE = Path(fb.__file__).parent
 
 
-def walk(call: Callable[[], Any], begins: str) -> list[str]:
-    """Our own frames between a function (its qualified name) and the first call of a client's step, both included."""
-    hops: list[str] = []
+def frames_to_step(call: Callable[[], object], first: str) -> list[str]:
+    """Return the frames from a function to the first call of a client's step, both included.
 
-    def look(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or hops or frame.f_code is not Descend.step.__code__:
+    Args:
+        call: what to run.
+        first: the qualified name of the function to start from.
+    """
+    frames: list[str] = []
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or frames or frame.f_code is not Descend.step.__code__:
             return
-        here: FrameType | None = frame
-        while here is not None:
-            path = Path(here.f_code.co_filename)
+        caller: FrameType | None = frame
+        while caller is not None:
+            path = Path(caller.f_code.co_filename)
+            name = caller.f_code.co_qualname
             if path.is_relative_to(PACKAGE):
-                hops.append(f"{path.relative_to(PACKAGE)}: {here.f_code.co_qualname}")
-            if here.f_code.co_qualname == begins:
+                frames.append(f"{path.relative_to(PACKAGE)}: {name}")
+            if name == first:
                 break
-            here = here.f_back
-        hops.reverse()
+            caller = caller.f_back
+        frames.reverse()
 
-    sys.setprofile(look)
+    sys.setprofile(record)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return hops
+    return frames
 
 
-def simulated(mode: str) -> list[str]:
-    """From `Run.advance`, on the virtual clock."""
+def simulated(mode: Literal["stack", "loop"]) -> list[str]:
+    """Return the frames from `Run.advance`, on the virtual clock."""
     task = fb.tasks.load("quadratic", clients=4)
-    fed = fb.simulated_federation(task.problem, task.clients, mode=mode)  # type: ignore[arg-type]
+    fed = fb.simulated_federation(task.problem, task.clients, mode=mode)
     run = Run(fb.algorithms.SimFBO(), fed, {})
-    run.advance()  # costs of each kind of step are measured the first time, by another way
-    return walk(run.advance, "Run.advance")
+    run.advance()  # the first time, costs are measured, which takes another path
+    return frames_to_step(run.advance, "Run.advance")
 
 
 def on_a_node() -> list[str]:
-    """From the worker of a node; above it are two frames that take Flower's call and decode its message."""
+    """Return the frames from the worker of a node.
+
+    Two frames above it take Flower's call and decode its message.
+    """
     from fedbilevel.deploy.flower.client import Node, Worker
     from fedbilevel.experiments import config as configs
 
@@ -63,7 +73,7 @@ def on_a_node() -> list[str]:
     worker = Worker(Node(partition=0), "0", config.table)
     x, y = worker.problem.start
     message = {
-        "phase": fb.algorithms.SimFBO().descend().plain(),
+        "phase": fb.algorithms.SimFBO().descend().to_dict(),
         "number": 0,
         "steps": 1,
         "key": 1,
@@ -75,19 +85,20 @@ def on_a_node() -> list[str]:
         "each": {},
     }
     worker.run(message)
-    return walk(lambda: worker.run(message), "Worker.run")
+    return frames_to_step(lambda: worker.run(message), "Worker.run")
 
 
 def main() -> None:
-    walks = {
+    """Print all three paths."""
+    paths = {
         "reference": simulated("loop"),
         "stacked": simulated("stack"),
         "a node on Flower": on_a_node(),
     }
-    for name, hops in walks.items():
-        print(f"{name}: {len(hops)} frames")
-        for hop in hops:
-            print(f"  {hop}")
+    for name, frames in paths.items():
+        print(f"{name}: {len(frames)} frames")
+        for frame in frames:
+            print(f"  {frame}")
 
 
 if __name__ == "__main__":

@@ -18,19 +18,20 @@ import torch
 from safetensors.torch import load_file
 
 import fedbilevel as fb
+from fedbilevel import data
 from fedbilevel.experiments import config as configs
 from tests.support.tool import (
     QUADRATIC,
-    call,
-    config,
+    assert_refused,
     contents,
-    done,
-    forked,
-    is_refusal,
-    metrics,
-    real,
-    start,
-    summary,
+    invoke,
+    invoke_ok,
+    read_config,
+    read_metrics,
+    read_summary,
+    run_forked,
+    run_process,
+    start_process,
     write,
 )
 
@@ -83,7 +84,7 @@ def file(tmp_path: Path) -> Path:
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run on digits."""
     folder = tmp_path_factory.mktemp("digits") / "run"
-    done("run", "digits", "--rounds", 3, "--out", folder)
+    invoke_ok("run", "digits", "--rounds", 3, "--out", folder)
     return folder
 
 
@@ -91,7 +92,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_tells_how_it_ended_and_where_it_is(file: Path, tmp_path: Path) -> None:
-    outcome = call("run", file, "--out", tmp_path / "run")
+    outcome = invoke("run", file, "--out", tmp_path / "run")
     assert outcome.code == 0
     assert outcome.out.splitlines() == [
         "simfbo: completed after 4 rounds",
@@ -104,10 +105,10 @@ def test_a_run_tells_how_it_ended_and_where_it_is(file: Path, tmp_path: Path) ->
 
 
 def test_quiet_prints_nothing_and_json_one_object(file: Path, tmp_path: Path) -> None:
-    assert call("run", file, "--out", tmp_path / "quiet", "--quiet") == (0, "", "")
-    code, out, err = call("run", file, "--out", tmp_path / "json", "--json")
+    assert invoke("run", file, "--out", tmp_path / "quiet", "--quiet") == (0, "", "")
+    code, out, err = invoke("run", file, "--out", tmp_path / "json", "--json")
     assert (code, err, len(out.splitlines())) == (0, "", 1)
-    assert json.loads(out) == summary(tmp_path / "json")
+    assert json.loads(out) == read_summary(tmp_path / "json")
 
 
 def test_a_folder_holds_what_the_contract_says(digits: Path, tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_folder_holds_what_the_contract_says(digits: Path, tmp_path: Path) -> 
         "checkpoint",
     }
     told, lines = (
-        summary(digits),
+        read_summary(digits),
         [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()],
     )
     assert told.keys() >= SUMMARY
@@ -128,12 +129,12 @@ def test_a_folder_holds_what_the_contract_says(digits: Path, tmp_path: Path) -> 
     assert [line["round"] for line in lines] == [0, 1, 2, 3]
     assert told["final_test_accuracy"] == lines[-1]["test_accuracy"]
     assert told["best_test_accuracy"] == max(line["test_accuracy"] for line in lines)
-    done("run", write(tmp_path / "a.toml"), "--out", tmp_path / "run")
+    invoke_ok("run", write(tmp_path / "a.toml"), "--out", tmp_path / "run")
     assert all(
         line.keys() >= {*METRICS, "hypergradient_norm"} - {"wall_s"}
-        for line in metrics(tmp_path / "run")
+        for line in read_metrics(tmp_path / "run")
     )
-    assert summary(tmp_path / "run")["final_test_accuracy"] is None
+    assert read_summary(tmp_path / "run")["final_test_accuracy"] is None
 
 
 def test_rounds_to_a_target_and_accuracies_that_are_not_numbers(
@@ -152,13 +153,13 @@ def test_rounds_to_a_target_and_accuracies_that_are_not_numbers(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     rising = write(tmp_path / "rising.toml", 'task = "rising:task"\nstop.test_accuracy = 0.99')
-    done("run", rising, "--rounds", 5, "--out", "run")
+    invoke_ok("run", rising, "--rounds", 5, "--out", "run")
     told = json.loads(Path("run/summary.json").read_text(), parse_constant=pytest.fail)
     assert told["rounds_to"] == {"0.8": 2, "0.9": 3, "0.93": None, "0.95": None, "0.97": None}
     assert (told["final_test_accuracy"], told["best_test_accuracy"]) == (0.81, 0.92)
-    assert metrics(Path("run"))[1]["test_accuracy"] is None
-    done("run", rising, "--rounds", 6, "--out", "run", "--resume")
-    assert summary(Path("run"))["rounds_to"]["0.95"] == 6
+    assert read_metrics(Path("run"))[1]["test_accuracy"] is None
+    invoke_ok("run", rising, "--rounds", 6, "--out", "run", "--resume")
+    assert read_summary(Path("run"))["rounds_to"]["0.95"] == 6
 
 
 def test_lists_version_and_help() -> None:
@@ -168,14 +169,14 @@ def test_lists_version_and_help() -> None:
         ("experiments", configs.names()),
         ("data", ["digits", "mnist"]),
     ):
-        code, out, err = call("list", what)
+        code, out, err = invoke("list", what)
         assert (code, err) == (0, "")
         assert {line.split()[0] for line in out.splitlines()} >= set(expected)
-    is_refusal(call("list", "task"), "'task'", "did you mean 'tasks'")
-    assert call("--version") == (0, f"fedbilevel {fb.__version__}\n", "")
-    assert call() == call("--help")
+    assert_refused(invoke("list", "task"), "'task'", "did you mean 'tasks'")
+    assert invoke("--version") == (0, f"fedbilevel {fb.__version__}\n", "")
+    assert invoke() == invoke("--help")
     for command in ([], ["run"], ["compare"], ["tune"], ["report"], ["export"], ["list"]):
-        code, out, err = call(*command, "--help")
+        code, out, err = invoke(*command, "--help")
         assert (code, err) == (0, "")
         assert f"Example: fedbilevel {' '.join(command)}" in " ".join(out.split())
 
@@ -185,7 +186,7 @@ def test_the_first_free_folder_below_runs_is_taken(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        done("run", file, "--rounds", 0)
+        invoke_ok("run", file, "--rounds", 0)
     assert {folder.name for folder in Path("runs").iterdir()} == {
         "a-simfbo-seed-0",
         "a-simfbo-seed-0-2",
@@ -194,7 +195,7 @@ def test_the_first_free_folder_below_runs_is_taken(
 
 def test_markup_in_names_is_only_text(tmp_path: Path) -> None:
     file = write(tmp_path / "a[b][red][.toml")
-    outcome = call("run", file, "--rounds", 1, "--out", tmp_path / "[red]")
+    outcome = invoke("run", file, "--rounds", 1, "--out", tmp_path / "[red]")
     assert outcome.code == 0
     assert outcome.err.startswith("a[b][red][ simfbo seed 0")
     assert f"folder: {tmp_path / '[red]'}" in outcome.out
@@ -207,18 +208,18 @@ def test_a_run_is_read_back_and_exported(digits: Path, tmp_path: Path) -> None:
     run = fb.load_run(digits)
     assert (run.status, run.config["algorithm"]["name"]) == ("completed", "simfbo")
     assert [line["round"] for line in run.history] == [0, 1, 2, 3]
-    outcome = call("export", digits, "--out", tmp_path / "model.safetensors")
+    outcome = invoke("export", digits, "--out", tmp_path / "model.safetensors")
     assert outcome == (0, f"written: {tmp_path / 'model.safetensors'}\n", "")
     net = fb.nets.mlp(64, 64, 10)
     net.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    images, labels = fb.data.load("digits").test
+    images, labels = data.load("digits").test
     with torch.no_grad():
         accuracy = float((net(images).argmax(-1) == labels).float().mean())
-    assert accuracy == summary(digits)["final_test_accuracy"]
-    is_refusal(
-        call("export", digits, "--out", tmp_path / "no" / "model.safetensors"), "model.safetensors"
+    assert accuracy == read_summary(digits)["final_test_accuracy"]
+    assert_refused(
+        invoke("export", digits, "--out", tmp_path / "no" / "model.safetensors"), "model.safetensors"
     )
-    is_refusal(call("export", tmp_path, "--out", tmp_path / "model"), "config.toml")
+    assert_refused(invoke("export", tmp_path, "--out", tmp_path / "model"), "config.toml")
 
 
 # Wrong input, as real processes
@@ -226,7 +227,7 @@ def test_a_run_is_read_back_and_exported(digits: Path, tmp_path: Path) -> None:
 
 def test_a_dozen_wrong_calls_as_processes(tmp_path: Path) -> None:
     write(tmp_path / "a.toml")
-    done("run", tmp_path / "a.toml", "--rounds", 1, "--out", tmp_path / "finished")
+    invoke_ok("run", tmp_path / "a.toml", "--rounds", 1, "--out", tmp_path / "finished")
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "junk.toml").write_bytes(bytes(range(256)))
     write(tmp_path / "nan.toml", "algorithm.lr_x = nan" + QUADRATIC)
@@ -249,10 +250,10 @@ def test_a_dozen_wrong_calls_as_processes(tmp_path: Path) -> None:
         (["run", "a.toml", "--out", "finished"], ["finished", "--resume"]),
         (["walk"], ["'walk'"]),
     ]
-    is_refusal(real("run", cwd=tmp_path), "Missing argument")
+    assert_refused(run_process("run", cwd=tmp_path), "Missing argument")
     before = contents(tmp_path)
     for arguments, mentions in cases:
-        is_refusal(forked(*arguments, cwd=tmp_path), *mentions)
+        assert_refused(run_forked(*arguments, cwd=tmp_path), *mentions)
     assert {
         name: data for name, data in contents(tmp_path).items() if not name.startswith("forked.")
     } == before
@@ -260,13 +261,13 @@ def test_a_dozen_wrong_calls_as_processes(tmp_path: Path) -> None:
 
 
 def test_wrong_calls_of_the_other_commands(file: Path, tmp_path: Path) -> None:
-    is_refusal(call("run", "digts"), "'digts'", "did you mean 'digits'")
-    is_refusal(
-        call("compare", file, "--algorithms", "simfbo,adam", "--out", tmp_path / "runs"), "'adam'"
+    assert_refused(invoke("run", "digts"), "'digts'", "did you mean 'digits'")
+    assert_refused(
+        invoke("compare", file, "--algorithms", "simfbo,adam", "--out", tmp_path / "runs"), "'adam'"
     )
-    is_refusal(call("compare", file, "--seeds", 0, "--out", tmp_path / "runs"), "--seeds")
-    is_refusal(call("report", tmp_path / "missing"), "missing is not a folder")
-    is_refusal(call("run", file, "--fast"), "--fast")
+    assert_refused(invoke("compare", file, "--seeds", 0, "--out", tmp_path / "runs"), "--seeds")
+    assert_refused(invoke("report", tmp_path / "missing"), "missing is not a folder")
+    assert_refused(invoke("run", file, "--fast"), "--fast")
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -289,18 +290,18 @@ def test_a_full_disk_leaves_nothing_or_a_run_that_goes_on(
 ) -> None:
     filler = small_disk / "filler"
     filler.write_bytes(bytes(16_000))
-    is_refusal(
-        call("run", file, "--out", small_disk / "run", "--quiet"), "run cannot be written: No space"
+    assert_refused(
+        invoke("run", file, "--out", small_disk / "run", "--quiet"), "run cannot be written: No space"
     )
     assert list(small_disk.iterdir()) == [filler]
     filler.unlink()
-    outcome = call("run", file, "--rounds", 45, "--out", small_disk / "run", "--quiet")
-    is_refusal(outcome, str(small_disk / "run"), "No space left on device")
+    outcome = invoke("run", file, "--rounds", 45, "--out", small_disk / "run", "--quiet")
+    assert_refused(outcome, str(small_disk / "run"), "No space left on device")
     assert not (small_disk / "run" / "summary.json").exists()
     subprocess.run(["mount", "-o", "remount,size=1m", small_disk], check=True)
-    done("run", file, "--rounds", 45, "--out", small_disk / "run", "--resume")
-    done("run", file, "--rounds", 45, "--out", tmp_path / "whole")
-    assert metrics(small_disk / "run") == metrics(tmp_path / "whole")
+    invoke_ok("run", file, "--rounds", 45, "--out", small_disk / "run", "--resume")
+    invoke_ok("run", file, "--rounds", 45, "--out", tmp_path / "whole")
+    assert read_metrics(small_disk / "run") == read_metrics(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("fails", ["metrics.jsonl", "config.toml.new", "latest.safetensors.new"])
@@ -315,15 +316,15 @@ def test_a_disk_that_is_full_from_the_start_leaves_nothing(
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", full)
-    is_refusal(
-        call("run", file, "--out", tmp_path / "run", "--quiet"),
+    assert_refused(
+        invoke("run", file, "--out", tmp_path / "run", "--quiet"),
         "run cannot be written: No space left on device",
     )
     assert list(tmp_path.iterdir()) == [file]
     (tmp_path / "mine").mkdir()
-    is_refusal(call("run", file, "--out", tmp_path / "mine", "--quiet"), "mine cannot be written")
+    assert_refused(invoke("run", file, "--out", tmp_path / "mine", "--quiet"), "mine cannot be written")
     monkeypatch.undo()
-    done("run", file, "--out", tmp_path / "mine")  # what is no run yet is begun anew
+    invoke_ok("run", file, "--out", tmp_path / "mine")  # what is no run yet is begun anew
 
 
 # Signals and terminals, as real processes
@@ -339,32 +340,32 @@ def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[str]") -> 
 
 def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_end(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with start("run", file, "--rounds", 10**6, "--out", run, cwd=tmp_path) as process:
+    with start_process("run", file, "--rounds", 10**6, "--out", run, cwd=tmp_path) as process:
         wait_for_lines(run / "metrics.jsonl", 15, process)
-        other = call("run", file, "--rounds", 10**6, "--out", run, "--resume")
+        other = invoke("run", file, "--rounds", 10**6, "--out", run, "--resume")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-    is_refusal(other, str(run), "another process")
+    assert_refused(other, str(run), "another process")
     assert process.returncode == 130
     assert "Traceback" not in err
-    told, lines = summary(run), metrics(run)
+    told, lines = read_summary(run), read_metrics(run)
     assert (told["status"], told["rounds"]) == ("interrupted", len(lines) - 1)
     assert told["reason"] == f"interrupted after round {told['rounds']}"
     assert out.splitlines()[0] == f"simfbo: interrupted after {told['rounds']} rounds"
     rounds = told["rounds"] + 5
-    done("run", file, "--rounds", rounds, "--out", run, "--resume")
-    done("run", file, "--rounds", rounds, "--out", tmp_path / "whole")
-    assert metrics(run) == metrics(tmp_path / "whole")
+    invoke_ok("run", file, "--rounds", rounds, "--out", run, "--resume")
+    invoke_ok("run", file, "--rounds", rounds, "--out", tmp_path / "whole")
+    assert read_metrics(run) == read_metrics(tmp_path / "whole")
     ended, whole = fb.load_run(run), fb.load_run(tmp_path / "whole")
     assert torch.equal(ended.x["x"], whole.x["x"])
     assert torch.equal(ended.y["y"], whole.y["y"])
-    assert {**summary(run), "wall_s": 0} == {**summary(tmp_path / "whole"), "wall_s": 0}
+    assert {**read_summary(run), "wall_s": 0} == {**read_summary(tmp_path / "whole"), "wall_s": 0}
 
 
 def on_a_terminal(*arguments: object, cwd: Path) -> tuple[str, str]:
     """What a command writes to a pipe and shows on a terminal."""
     ours, theirs = pty.openpty()
-    with start(*arguments, cwd=cwd, stderr=theirs, env={"TERM": "xterm"}) as process:
+    with start_process(*arguments, cwd=cwd, stderr=theirs, env={"TERM": "xterm"}) as process:
         os.close(theirs)
         shown = b""
         while True:
@@ -385,7 +386,7 @@ def test_a_terminal_gets_a_bar(file: Path, tmp_path: Path) -> None:
 
 
 def test_completion_scripts_are_made_and_complete(tmp_path: Path) -> None:
-    code, out, err = real(cwd=tmp_path, env={"_FEDBILEVEL_COMPLETE": "source_bash"})
+    code, out, err = run_process(cwd=tmp_path, env={"_FEDBILEVEL_COMPLETE": "source_bash"})
     assert (code, err) == (0, "")
     assert "_fedbilevel_completion" in out
     words = {
@@ -393,7 +394,7 @@ def test_completion_scripts_are_made_and_complete(tmp_path: Path) -> None:
         "COMP_CWORD": "1",
         "_FEDBILEVEL_COMPLETE": "complete_bash",
     }
-    assert real(cwd=tmp_path, env=words).out.split() == ["compare"]
+    assert run_process(cwd=tmp_path, env=words).out.split() == ["compare"]
 
 
 # Comparisons
@@ -404,7 +405,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an experiment, its comparison, and what was printed."""
     folder = tmp_path_factory.mktemp("compared")
     file = write(folder / "a.toml", EXPERIMENT)
-    code, out, err = call("compare", file, "--seeds", 2, "--jobs", 2, "--out", folder / "runs")
+    code, out, err = invoke("compare", file, "--seeds", 2, "--jobs", 2, "--out", folder / "runs")
     assert code == 0, (out, err)
     write(folder / "out", out)
     write(folder / "err", err)
@@ -424,8 +425,8 @@ def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> 
     assert (compared / "runs" / "report.html").read_text().startswith("<!doctype html>")
     for name in names:
         run = compared / "runs" / name
-        assert (summary(run)["status"], summary(run)["seed"]) == ("completed", int(name[-1]))
-        assert config(run)["algorithm"]["name"] == name.split("/")[0]
+        assert (read_summary(run)["status"], read_summary(run)["seed"]) == ("completed", int(name[-1]))
+        assert read_config(run)["algorithm"]["name"] == name.split("/")[0]
 
 
 @pytest.mark.xdist_group("compared")
@@ -453,13 +454,13 @@ def test_a_finished_comparison_is_not_run_again(compared: Path) -> None:
     before = {
         name: data for name, data in contents(compared / "runs").items() if name != "report.html"
     }
-    is_refusal(call("compare", compared / "a.toml", *options), "--resume")
-    changed = call(
+    assert_refused(invoke("compare", compared / "a.toml", *options), "--resume")
+    changed = invoke(
         "compare", compared / "a.toml", *options, "--resume", "--set", "environment.batch_size=1"
     )
-    is_refusal(changed, "environment.batch_size = 2, not 1")
-    assert call("compare", compared / "a.toml", *options, "--resume", "--quiet") == (0, "", "")
-    code, out, err = call("compare", compared / "a.toml", *options, "--resume", "--json")
+    assert_refused(changed, "environment.batch_size = 2, not 1")
+    assert invoke("compare", compared / "a.toml", *options, "--resume", "--quiet") == (0, "", "")
+    code, out, err = invoke("compare", compared / "a.toml", *options, "--resume", "--json")
     told = json.loads(out)
     assert (code, err, len(out.splitlines())) == (0, "", 1)
     assert {row["algorithm"]: row["seeds"] for row in told["ranked"]} == {"simfbo": 2, "asfbo": 2}
@@ -489,11 +490,11 @@ def test_a_raised_budget_goes_on_and_the_number_of_jobs_changes_nothing(
         runs,
         "--resume",
     ]
-    assert call("compare", compared / "a.toml", *options, "--quiet") == (0, "", "")
+    assert invoke("compare", compared / "a.toml", *options, "--quiet") == (0, "", "")
     for seed in ("asfbo/seed-0", "asfbo/seed-1"):
-        assert [line["round"] for line in metrics(runs / seed)] == list(range(8))
-        assert metrics(runs / seed)[:5] == metrics(before / seed)
-        assert config(runs / seed) == {**config(before / seed), "rounds": 7}
+        assert [line["round"] for line in read_metrics(runs / seed)] == list(range(8))
+        assert read_metrics(runs / seed)[:5] == read_metrics(before / seed)
+        assert read_config(runs / seed) == {**read_config(before / seed), "rounds": 7}
 
 
 def test_a_member_that_fails_takes_no_other_with_it_and_is_named(
@@ -513,7 +514,7 @@ def test_a_member_that_fails_takes_no_other_with_it_and_is_named(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.toml", 'task = "fragile:task"\nrounds = 2')
     options = ["--seeds", 2, "--set", "seed=5", "--out", "runs"]
-    code, out, err = call("compare", "a.toml", *options)
+    code, out, err = invoke("compare", "a.toml", *options)
     assert code == 2
     (named,) = (
         line for line in out.splitlines() if line.startswith("simfbo/seed-6 failed: error: ")
@@ -521,10 +522,10 @@ def test_a_member_that_fails_takes_no_other_with_it_and_is_named(
     assert named.endswith("task fragile:task: RuntimeError: seed 6 [/is] odd")
     assert named.replace(" ", ": ", 1) in err.splitlines()
     assert "Traceback" not in err + out
-    good = summary(Path("runs", "simfbo", "seed-5"))
+    good = read_summary(Path("runs", "simfbo", "seed-5"))
     assert (good["status"], good["seed"]) == ("completed", 5)
     assert Path("runs", "report.html").exists()
-    code, out, err = call("compare", "a.toml", *options, "--resume", "--json")
+    code, out, err = invoke("compare", "a.toml", *options, "--resume", "--json")
     told = json.loads(out)
     assert (code, list(told["failed"])) == (2, ["simfbo/seed-6"])
     assert [(row["algorithm"], row["seeds"]) for row in told["ranked"]] == [("simfbo", 1)]

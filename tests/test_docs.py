@@ -25,7 +25,7 @@ def snippets(page: Path) -> list[str]:
 )
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fb.algorithms, "_registry", dict(fb.algorithms._registry))
+    monkeypatch.setattr(fb.algorithms.registry, "_registry", dict(fb.algorithms.registry._registry))
     names: dict[str, Any] = {"__name__": "__main__"}
     for snippet in snippets(page):
         exec(compile(snippet, str(page), "exec", dont_inherit=True), names)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedbilevel as fb
+from fedbilevel.core import rng
 from fedbilevel.core.oracle import Oracle
 
 
@@ -78,7 +79,7 @@ def test_hyper_representation_with_dropout_and_the_penalty_of_fednests_code() ->
     dropped = fb.tasks.load("hyper-representation", ridge=0.0, dropout=0.5, **options)
     x, y = plain.problem.start
     first, second = (
-        fb.Batch(train=plain.clients[0].train, rng=fb.rng.root(seed, "dropout")) for seed in (1, 2)
+        fb.Batch(train=plain.clients[0].train, rng=rng.root(seed, "dropout")) for seed in (1, 2)
     )
     penalty = Oracle(other.problem).lower(x, y, first) - Oracle(plain.problem).lower(x, y, first)
     torch.testing.assert_close(penalty, 0.05 * (y["head.weight"].norm() + y["head.bias"].norm()))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tool import call, is_refusal, metrics, write
+from tests.support.tool import assert_refused, invoke, read_metrics, write
 
 
 @pytest.fixture
@@ -17,10 +17,10 @@ def file(tmp_path: Path) -> Path:
 def test_tensorboard_gets_every_metric(file: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert call("run", file, "--out", tmp_path / "run", "--tensorboard", "--quiet") == (0, "", "")
+    assert invoke("run", file, "--out", tmp_path / "run", "--tensorboard", "--quiet") == (0, "", "")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    lines = metrics(tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
     assert {*lines[0], *lines[1], "wall_s"} == set(events.Tags()["scalars"])
     found = [(event.step, event.value) for event in events.Scalars("upper_loss")]
     assert found == [(line["round"], pytest.approx(line["upper_loss"], rel=1e-6)) for line in lines]
@@ -31,7 +31,7 @@ def test_mlflow_gets_every_metric(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    assert call("run", file, "--out", tmp_path / "run", "--mlflow", "--quiet") == (0, "", "")
+    assert invoke("run", file, "--out", tmp_path / "run", "--mlflow", "--quiet") == (0, "", "")
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient()
@@ -39,7 +39,7 @@ def test_mlflow_gets_every_metric(
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
-    lines = metrics(tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
     history = client.get_metric_history(run.info.run_id, "upper_loss")
     assert [(m.step, m.value) for m in history] == [
         (line["round"], line["upper_loss"]) for line in lines
@@ -56,8 +56,8 @@ def test_a_missing_package_is_named_and_nothing_written(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    outcome = call("run", file, "--out", tmp_path / "run", flag)
-    is_refusal(outcome, package, "pip install fedbilevel[track]")
+    outcome = invoke("run", file, "--out", tmp_path / "run", flag)
+    assert_refused(outcome, package, "pip install fedbilevel[track]")
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -65,5 +65,5 @@ def test_a_store_that_cannot_be_reached_is_named_and_nothing_written(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
-    is_refusal(call("run", file, "--out", tmp_path / "run", "--mlflow"), "nonsense")
+    assert_refused(invoke("run", file, "--out", tmp_path / "run", "--mlflow"), "nonsense")
     assert list(tmp_path.iterdir()) == [file]

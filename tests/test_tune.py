@@ -17,18 +17,18 @@ import torch
 import fedbilevel as fb
 from fedbilevel.cli.tune import Scales, Trial, Tuning, _level, _member, _scales
 from fedbilevel.experiments import config as configs
+from tests.support.processes import evaluations_written, member_processes, wait_until
 from tests.support.tool import (
-    call,
-    config,
+    assert_refused,
     contents,
-    done,
-    fork,
-    is_refusal,
-    metrics,
-    summary,
+    invoke,
+    invoke_ok,
+    read_config,
+    read_metrics,
+    read_summary,
+    start_forked,
     write,
 )
-from tests.test_kill import lines, members, wait
 
 EXPERIMENT = """
 title = "A"
@@ -58,7 +58,7 @@ class Here:
     def __init__(self, command: list[str], stderr: Any, **_: Any) -> None:
         try:
             type(self).before("/".join(Path(command[4]).parts[-3:-1]))
-            self.returncode, _, err = call(*command[3:])
+            self.returncode, _, err = invoke(*command[3:])
         except MemoryError:
             self.returncode, err = 1, "the member has died"
         stderr.write(err.encode())
@@ -92,7 +92,7 @@ def known(folder: Path) -> dict[str, Any]:
     """What a search has found, without what differs between equal ones."""
     trials = {str(path.relative_to(folder)): path for path in folder.glob("*/trial-*")}
     found = {
-        name: (config(path), metrics(path), {**summary(path), "wall_s": 0})
+        name: (read_config(path), read_metrics(path), {**read_summary(path), "wall_s": 0})
         for name, path in trials.items()
     }
     return {**found, "tuned": (folder / "tuned.toml").read_bytes()}
@@ -207,30 +207,30 @@ def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.Mo
         tmp_path / "out",
         ["--rounds", 12, "--trials", 5, "--set", "environment.batch_size=3"],
     )
-    assert call("tune", file, "--algorithm", "simfbo", *options, "--out", out, "--quiet") == (
+    assert invoke("tune", file, "--algorithm", "simfbo", *options, "--out", out, "--quiet") == (
         0,
         "",
         "",
     )
     assert tuned(out)["compare"] == ["simfbo"]
-    code, shown, err = call("tune", file, "--algorithm", "asfbo", *options, "--out", out)
+    code, shown, err = invoke("tune", file, "--algorithm", "asfbo", *options, "--out", out)
     assert (code, err.splitlines()) == (0, [f"asfbo/trial-{k}: completed" for k in range(5)])
 
     best = {}
     for name in ("simfbo", "asfbo"):  # told again by hand
         runs = [out / name / f"trial-{k}" for k in range(5)]
         losses = [
-            sum(line["upper_loss"] for line in metrics(run)[-2:]) / 2 for run in runs
+            sum(line["upper_loss"] for line in read_metrics(run)[-2:]) / 2 for run in runs
         ]  # of 5 evaluations
-        best[name] = config(runs[losses.index(min(losses))])
+        best[name] = read_config(runs[losses.index(min(losses))])
         assert f"{min(losses):.6g} *" in shown
         own = configs.resolve("here", configs.read(str(file))[1], algorithm=name).table["algorithm"]
-        assert config(runs[0])["algorithm"] == {
+        assert read_config(runs[0])["algorithm"] == {
             **own,
             **{k: list(v) for k, v in own.items() if isinstance(v, tuple)},
         }
-        assert all(len(history) == 5 for history in map(metrics, runs))
-        assert all(config(run)["stop"] == {} for run in runs)  # test data is not looked at
+        assert all(len(history) == 5 for history in map(read_metrics, runs))
+        assert all(read_config(run)["stop"] == {} for run in runs)  # test data is not looked at
         if name == "simfbo":  # its steps were far too short
             assert min(losses) < 0.7 * losses[0]
 
@@ -254,7 +254,7 @@ def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.Mo
 
     before = contents(out)
     again = ["tune", file, *options, "--out", out]
-    is_refusal(call(*again), "--resume")
+    assert_refused(invoke(*again), "--resume")
     for change, mention in (
         (["--rounds", 13], "rounds = 12, not 13"),
         (["--set", "environment.batch_size=1"], "environment.batch_size = 3, not 1"),
@@ -267,13 +267,13 @@ def test_a_search_and_what_it_leaves(file: Path, tmp_path: Path, here: pytest.Mo
             "seed = 3, not 9",
         ),  # it would lie beside the others
     ):
-        is_refusal(call(*again, "--resume", *change), "/trial-0 was run with", mention)
-    code, told, err = call(*again, "--resume", "--json")
+        assert_refused(invoke(*again, "--resume", *change), "/trial-0 was run with", mention)
+    code, told, err = invoke(*again, "--resume", "--json")
     assert (code, err) == (0, "")
     assert contents(out) == before
     rows = json.loads(told)["trials"]
     assert [(row["algorithm"], row["trial"]) for row in rows if row["best"]] == [
-        (name, next(k for k in range(5) if config(out / name / f"trial-{k}") == best[name]))
+        (name, next(k for k in range(5) if read_config(out / name / f"trial-{k}") == best[name]))
         for name in sorted(best)
     ]
     assert list(rows[0].items())[:4] == [
@@ -289,7 +289,7 @@ def test_variants_of_one_method_are_tuned_apart(tmp_path: Path, here: pytest.Mon
     slow = write(
         tmp_path / "b.toml", EXPERIMENT + '[algorithms.slow]\nalgorithm = "simfbo"\nlr_x = 1e-4\n'
     )
-    done(
+    invoke_ok(
         "tune",
         slow,
         "--algorithm",
@@ -320,11 +320,11 @@ def test_divergence_is_the_worst_there_is(
         ["--algorithm", "simfbo", "--trials", 4, "--rounds", 8, "--set"],
     )
     lost = [*options, "algorithm.lr_y=1e9", "--set", "algorithm.server_lr_y=1e9"]
-    code, shown, _ = call("tune", file, *lost, "--out", out)
+    code, shown, _ = invoke("tune", file, *lost, "--out", out)
     assert (code, shown.count("diverged"), "*" in shown.split("best", 1)[1]) == (3, 4, False)
     assert not (out / "tuned.toml").exists()
     some = [*options, "algorithm.server_lr_y=3.0", "--json", "--out", tmp_path / "some"]
-    code, shown, _ = call("tune", file, *some)
+    code, shown, _ = invoke("tune", file, *some)
     rows = json.loads(shown)["trials"]
     assert {row["status"] for row in rows} == {"completed", "diverged"}
     assert code == 0
@@ -351,31 +351,31 @@ def test_a_failed_trial_loses_no_other_and_is_made_up_for(
         "--out",
         tmp_path / "out",
     ]
-    code, shown, err = call(*command)
+    code, shown, err = invoke(*command)
     assert code == 2
     assert "simfbo/trial-1: failed: the member has died" in err.splitlines()
     assert shown.count("completed") == 3
     assert tuned(tmp_path / "out")["compare"] == ["simfbo"]
     here.setattr(Here, "before", staticmethod(lambda name: None))
-    code, shown, err = call(*command, "--resume")
+    code, shown, err = invoke(*command, "--resume")
     assert (code, err, shown.count("completed")) == (0, "simfbo/trial-1: completed\n", 4)
 
     def fail_all(name: str) -> None:
         raise MemoryError
 
     here.setattr(Here, "before", staticmethod(fail_all))
-    code, shown, err = call(
+    code, shown, err = invoke(
         *command[:-1], tmp_path / "none"
     )  # without its own settings a method is not gone on with
     assert (code, err.splitlines()) == (2, ["simfbo/trial-0: failed: the member has died"])
 
 
 def test_wrong_calls(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_refusal(call("tune", file, "--algorithm", "adam", "--out", tmp_path / "out"), "'adam'")
-    is_refusal(call("tune", file, "--trials", 0, "--out", tmp_path / "out"), "--trials")
+    assert_refused(invoke("tune", file, "--algorithm", "adam", "--out", tmp_path / "out"), "'adam'")
+    assert_refused(invoke("tune", file, "--trials", 0, "--out", tmp_path / "out"), "--trials")
     monkeypatch.setitem(sys.modules, "optuna", None)
-    is_refusal(
-        call("tune", file, "--out", tmp_path / "out"), "optuna", "pip install fedbilevel[tune]"
+    assert_refused(
+        invoke("tune", file, "--out", tmp_path / "out"), "optuna", "pip install fedbilevel[tune]"
     )
     assert list(tmp_path.iterdir()) == [file]
 
@@ -388,19 +388,19 @@ def test_interrupted_and_resumed_a_search_ends_the_same(
 ) -> None:
     """And so does one of more trials, begun with fewer."""
     command = ["tune", file, "--rounds", 6, "--quiet", "--resume", "--out"]
-    assert call(*command, tmp_path / "whole", "--trials", 4) == (0, "", "")
+    assert invoke(*command, tmp_path / "whole", "--trials", 4) == (0, "", "")
 
     def interrupt(name: str) -> None:
         if name == "asfbo/trial-2":
             raise KeyboardInterrupt
 
     here.setattr(Here, "before", staticmethod(interrupt))
-    assert call(*command, tmp_path / "out", "--trials", 4) == (130, "", "")
+    assert invoke(*command, tmp_path / "out", "--trials", 4) == (130, "", "")
     assert not (tmp_path / "out" / "simfbo" / "trial-3").exists()  # nothing is begun any more
     assert not (tmp_path / "out" / "tuned.toml").exists()
     here.setattr(Here, "before", staticmethod(lambda name: None))
-    assert call(*command, tmp_path / "out", "--trials", 3) == (0, "", "")
-    assert call(*command, tmp_path / "out", "--trials", 4, "--jobs", 1) == (0, "", "")
+    assert invoke(*command, tmp_path / "out", "--trials", 3) == (0, "", "")
+    assert invoke(*command, tmp_path / "out", "--trials", 4, "--jobs", 1) == (0, "", "")
     assert known(tmp_path / "out") == known(tmp_path / "whole")
 
 
@@ -414,21 +414,21 @@ def test_a_search_killed_twice_ends_the_same(
         tmp_path / "out",
         ["tune", file, "--algorithm", "simfbo", "--resume", "--quiet", "--out"],
     )
-    assert call(*command, tmp_path / "whole", "--trials", 4) == (0, "", "")
-    assert call(*command, out, "--trials", 2) == (0, "", "")
+    assert invoke(*command, tmp_path / "whole", "--trials", 4) == (0, "", "")
+    assert invoke(*command, out, "--trials", 2) == (0, "", "")
     here.undo()
     for evaluations in (0, 3):  # while trial 2 starts, and while it runs
-        process = fork(*command, out, "--trials", 4, cwd=tmp_path)
-        wait(lambda: members(out), 30, "no member started")
-        wait(
-            lambda wanted=evaluations: lines(out / "simfbo" / "trial-2") >= wanted,
+        process = start_forked(*command, out, "--trials", 4, cwd=tmp_path)
+        wait_until(lambda: member_processes(out), 30, "no member started")
+        wait_until(
+            lambda wanted=evaluations: evaluations_written(out / "simfbo" / "trial-2") >= wanted,
             60,
             "no progress",
         )
         process.kill()
         process.join()
-        wait(lambda: not members(out), 5, "a member outlives its search")
+        wait_until(lambda: not member_processes(out), 5, "a member outlives its search")
         assert not (out / "simfbo" / "trial-2" / "summary.json").exists()
     here.setattr(subprocess, "Popen", Here)
-    assert call(*command, out, "--trials", 4) == (0, "", "")
+    assert invoke(*command, out, "--trials", 4) == (0, "", "")
     assert known(out) == known(tmp_path / "whole")

@@ -1,8 +1,11 @@
-"""What each part of UniFBO is worth: variants of it on MNIST, rounds to 90 and 95%, the table of docs/unifbo.md.
+"""What each part of UniFBO is worth: rounds to 90 and 95% of its variants on MNIST.
+
+This makes the table of docs/unifbo.md:
 
 python docs/results/unifbo-ablation.py [VARIANT ...] [--seeds 5] [--scales 0.3,1,3]
 
-Every variant's server steps are scaled by the best of `scales`, found on seeds 0 and 1 of label shards.
+Every variant's server steps are scaled by the best of `scales`, found on seeds 0 and 1 of label
+shards.
 """
 
 import argparse
@@ -15,7 +18,7 @@ import torch
 
 import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import DescendMean
-from fedbilevel.algorithms.unifbo import Look, State, UniFBO, square, whitened
+from fedbilevel.algorithms.unifbo import DirectionsAtPoint, State, UniFBO, gram, whiten
 from fedbilevel.core.oracle import Directions
 from fedbilevel.core.tree import norm
 from fedbilevel.federation.phase import Phase
@@ -68,19 +71,19 @@ def each(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant(UniFBO):
-    """UniFBO with another client or another server; `decay` makes the sums of squares running means."""
+    """UniFBO with other phases or server steps; `decay` makes the sums of squares running means."""
 
     name: ClassVar[str] = "variant"
-    client: type[Phase] = Look
+    client: type[Phase] = DirectionsAtPoint
     local: float = 0.05
-    squares: Callable[[torch.Tensor], torch.Tensor] = square
-    step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = whitened
+    squares: Callable[[torch.Tensor], torch.Tensor] = gram
+    step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = whiten
     decay: float = 1.0
     scale_z: float = 1.0
 
     def look(self) -> Phase:
-        if self.client is Look:
-            return Look(damping=self.damping)
+        if self.client is DirectionsAtPoint:
+            return DirectionsAtPoint(damping=self.damping)
         return self.client(lr_x=self.local, lr_y=self.local, lr_z=self.local, damping=self.damping)
 
     def init(self, problem: Any) -> Any:
@@ -89,7 +92,9 @@ class Variant(UniFBO):
 
     def iterate(self, s: Any, fed: Any) -> Any:
         w, rho, t = self.momentum_weight, self.decay, fed.iteration + 1
-        extra = dict(zip(("mx", "my", "mz"), s.m, strict=True)) if self.client is not Look else {}
+        extra = {}
+        if self.client is not DirectionsAtPoint:
+            extra = dict(zip(("mx", "my", "mz"), s.m, strict=True))
         r = fed.ask(self.look(), fed.sample(), x=s.x, y=s.y, z=s.z, **extra)
         h = r.mean("hx"), r.mean("hy"), r.mean("hz")
         m = tuple((1 - w) * old + w * new for old, new in zip(s.m, h, strict=True))
@@ -117,9 +122,9 @@ VARIANTS: dict[str, tuple[UniFBO, int]] = {  # and the local steps
     "unifbo": (UniFBO(), 10),
     "no momentum": (UniFBO(momentum_weight=1.0), 10),
     "longer momentum": (UniFBO(momentum_weight=0.1), 10),
-    "a step size a coordinate, summed (AdaGrad)": (Variant(**coordinates), 10),
-    "a step size a coordinate, decaying (Adam)": (Variant(**coordinates, decay=0.99), 10),
-    "a step size a tensor (AdaGrad-Norm)": (Variant(squares=norms, step=each), 10),
+    "one step size per coordinate, summed (AdaGrad)": (Variant(**coordinates), 10),
+    "one step size per coordinate, decaying (Adam)": (Variant(**coordinates, decay=0.99), 10),
+    "one step size per tensor (AdaGrad-Norm)": (Variant(squares=norms, step=each), 10),
     "squares decay (.99)": (Variant(decay=0.99), 10),
     "clients move by .05": (Variant(client=Moving), 10),
     "clients move by .05, corrected": (Variant(client=Corrected), 10),

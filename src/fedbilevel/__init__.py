@@ -1,9 +1,20 @@
 """Federated bilevel optimization on PyTorch.
 
-Many clients solve min_x F(x, y*(x)) with y*(x) = argmin_y G(x, y) together, and keep their data.
+Clients that keep their data solve
 
-Importing this package imports neither PyTorch nor anything else, and changes nothing in the process:
-every name below is imported from its module when it is first used.
+    min_x F(x, y*(x))   with   y*(x) = argmin_y G(x, y)
+
+together, where F and G are weighted means of the clients' upper and lower losses. `solve` runs an
+algorithm on a `Problem` and the `ClientData` of its clients:
+
+    >>> import fedbilevel as fb
+    >>> task = fb.tasks.load("quadratic", clients=4)
+    >>> result = fb.solve(task.problem, task.clients, "simfbo", rounds=5)
+    >>> result.status
+    'completed'
+
+Importing this package imports neither PyTorch nor anything else, and changes nothing in the
+process: each public name is imported from its module when it is first used.
 """
 
 from importlib import import_module
@@ -35,7 +46,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name is: "module" or "module:attribute". A test compares it with the imports above.
+# The home of each public name: "module", or "module:attribute". It must match the imports above.
 _HOMES = {
     "Batch": "core.problem:Batch",
     "ClientData": "core.problem:ClientData",
@@ -64,11 +75,13 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module_name, _, attribute = _HOMES[name].partition(":")
-    module = import_module(f"{__name__}.{module_name}")
-    value = getattr(module, attribute) if attribute else module
+    value: object = import_module(f"{__name__}.{module_name}")
+    if attribute:
+        value = getattr(value, attribute)
     globals()[name] = value
     return value
 

@@ -1,72 +1,92 @@
-"""A warm node that misbehaves: python -m tests.support.flower_node ADDRESS PARTITION BEHAVIOUR [FILE TO WAIT FOR]."""
+"""A warm node that may misbehave.
+
+python -m tests.support.flower_node ADDRESS PARTITION BEHAVIOUR [FILE TO WAIT FOR]
+"""
 
 import os
 import signal
 import sys
 import time
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.proto.node_pb2 import Node
+from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from fedbilevel.core.tree import Tree
-from fedbilevel.deploy.flower import client, warm
+from fedbilevel.deploy.flower import client, warm_node
 from fedbilevel.deploy.flower.wire import decode, encode
-from tests.support.flower import config, simulated
+from tests.support.flower import QUADRATIC, resolve_config, simulated_run
 
-address, partition, behaviour = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-tasks = 0
+push_reply = warm_node._push_reply
 
 
-def app(message: Message, context: Context) -> Message:
-    global tasks
-    if message.metadata.message_type != "train":
-        return client.app(message, context)
-    tasks += 1
-    if behaviour == "dies" and tasks == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if behaviour == "slow" and tasks == 5:
-        time.sleep(9)
-    reply = client.app(message, context)
-    if behaviour != "lies":
+class MisbehavingClient:
+    """Answers messages like a client, and misbehaves in one of these ways.
+
+    "dies" kills its process in the second task, "slow" sleeps in the fifth, "lies" changes every
+    reply to a task, each time in another way. Any other behaviour is none.
+    """
+
+    def __init__(self, behaviour: str) -> None:
+        self.behaviour = behaviour
+        self.tasks = 0
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type != "train":
+            return client.app(message, context)
+        self.tasks += 1
+        if self.behaviour == "dies" and self.tasks == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.behaviour == "slow" and self.tasks == 5:
+            time.sleep(9)
+        reply = client.app(message, context)
+        if self.behaviour == "lies":
+            return self._lie(message, reply)
         return reply
-    said: dict[str, Any] = decode(reply.content)
-    values = said["values"]
-    lies = [
-        {"values": {**values, "qx": values["qx"] * torch.nan}},
-        {"values": {**values, "qx": Tree(x=torch.zeros(1000, dtype=torch.float64))}},
-        {"values": {**values, "../../qx": values["qx"]}},
-        {"number": said["number"] + 1000},
-    ]
-    if tasks <= len(lies):
-        return Message(encode(**said | lies[tasks - 1]), reply_to=message)
-    return Message(RecordDict({"tensors": ArrayRecord()}), reply_to=message)
+
+    def _lie(self, message: Message, reply: Message) -> Message:
+        honest = decode(reply.content)
+        values = honest["values"]
+        lies = [
+            {"values": {**values, "qx": values["qx"] * torch.nan}},
+            {"values": {**values, "qx": Tree(x=torch.zeros(1000, dtype=torch.float64))}},
+            {"values": {**values, "../../qx": values["qx"]}},
+            {"number": honest["number"] + 1000},
+        ]
+        if self.tasks > len(lies):
+            return Message(RecordDict({"tensors": ArrayRecord()}), reply_to=message)
+        return Message(encode(**{**honest, **lies[self.tasks - 1]}), reply_to=message)
 
 
-def push(connection: Any, node: Any, run: int, reply: Message, seconds: float) -> None:
-    """The reply; before it, of one that lies, an answer to a message that never was (the SuperLink drops it)."""
+def push_forged_reply_first(
+    connection: FleetHttpClient, node: Node, run_id: int, reply: Message, seconds: float
+) -> None:
+    """Push the reply twice: first as the answer to a message that never was.
+
+    The SuperLink must drop the first one.
+    """
+    message_id = reply.metadata.reply_to_message_id
+    reply.metadata.__dict__["_reply_to_message_id"] = "f" * 64
+    push_reply(connection, node, run_id, reply, seconds)
+    reply.metadata.__dict__["_reply_to_message_id"] = message_id
+    push_reply(connection, node, run_id, reply, seconds)
+
+
+def main() -> None:
+    address, partition, behaviour, *wait_for = sys.argv[1:]
     if behaviour == "lies":
-        true, reply.metadata.__dict__["_reply_to_message_id"] = (
-            reply.metadata.reply_to_message_id,
-            "f" * 64,
-        )
-        honest(connection, node, run, reply, seconds)
-        reply.metadata.__dict__["_reply_to_message_id"] = true
-    honest(connection, node, run, reply, seconds)
+        warm_node._push_reply = push_forged_reply_first
+    # A first task imports modules, which takes seconds on a busy machine; they must not count
+    # against a deadline.
+    simulated_run(resolve_config(QUADRATIC)).advance()
+    for path in wait_for:
+        while not os.path.exists(path):
+            time.sleep(0.1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    settings = warm_node.ConnectionSettings(address, plain=True)
+    warm_node.run_node(settings, MisbehavingClient(behaviour), {"partition-id": int(partition)})
 
-
-honest, warm._push = warm._push, push
 
 if __name__ == "__main__":
-    # What a first task imports takes seconds on a busy machine; they must not count against a deadline.
-    table = {
-        "task": {"name": "quadratic", "clients": 1},
-        "algorithm": {"name": "simfbo"},
-        "rounds": 1,
-        "every": 1,
-    }
-    simulated(config(table)).advance()
-    while len(sys.argv) > 4 and not os.path.exists(sys.argv[4]):
-        time.sleep(0.1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    warm.serve(warm.Link(address, plain=True), app, {"partition-id": partition})
+    main()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedbilevel.runs.recorder import SPENT
+from fedbilevel.runs.recorder import FINAL_COSTS
 
 ALGORITHMS = ("fedbio", "fedbioacc", "fednest", "fedmbo", "simfbo", "shrofbo", "fedmsa", "mdbo")
 
@@ -62,7 +62,7 @@ def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **confi
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     last, half = (
         lines[-1],
-        {key: lines[-1][key] // 2 for key in SPENT[:5]} | {"peak_bytes": 6_000_000},
+        {key: lines[-1][key] // 2 for key in FINAL_COSTS[:5]} | {"peak_bytes": 6_000_000},
     )
     accuracies = [line["test_accuracy"] for line in lines]
     summary = {
@@ -76,7 +76,7 @@ def write_run(folder: Path, name: str, seed: int, evaluations: int = 60, **confi
         "final_test_accuracy": accuracies[-1],
         "best_test_accuracy": max(accuracies),
         "rounds_to": {},
-        **{key: last[key] for key in SPENT},
+        **{key: last[key] for key in FINAL_COSTS},
         "refused_replies": 0,
         "clients": [
             {

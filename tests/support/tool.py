@@ -1,4 +1,4 @@
-"""Running the command-line tool, in this process or as a real one, and looking at what it leaves behind."""
+"""Runs the command-line tool, in this process or in another, and reads the files it leaves."""
 
 import io
 import json
@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +29,22 @@ runtime = { threads = 1 }
 
 
 class Outcome(NamedTuple):
+    """How a call of the tool ended: exit code, standard output, standard error."""
+
     code: int
     out: str
     err: str
 
 
-def call(*arguments: object) -> Outcome:
-    """The tool in this process: quick, so it is what most tests use."""
+# In this process: fast, so most tests do this.
+
+
+def invoke(*arguments: object) -> Outcome:
+    """Run the tool in this process; threads and signal handlers are put back afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads, out, err = torch.get_num_threads(), io.StringIO(), io.StringIO()
+    threads = torch.get_num_threads()
+    out = io.StringIO()
+    err = io.StringIO()
     code: Any = None
     try:
         with redirect_stdout(out), redirect_stderr(err):
@@ -49,70 +58,14 @@ def call(*arguments: object) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, cwd: Path, **options: Any) -> "subprocess.Popen[str]":
-    """The tool as users start it, in a process of its own."""
-    environment = {**os.environ, "COLUMNS": "200", "FEDBILEVEL_DEBUG": "", **options.pop("env", {})}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen(
-        [SCRIPT, *map(str, arguments)], cwd=cwd, env=environment, text=True, **pipes
-    )
-
-
-def real(*arguments: object, cwd: Path, **options: Any) -> Outcome:
-    """The same, to its end."""
-    with start(*arguments, cwd=cwd, **options) as process:
-        out, err = process.communicate(timeout=60)
-    return Outcome(process.returncode, out or "", err or "")
-
-
-warm = multiprocessing.get_context("forkserver")
-warm.set_forkserver_preload(
-    [
-        "fedbilevel.cli.compare",
-        "fedbilevel.cli.track",
-        "fedbilevel.experiments.runner",
-        "torch._dynamo",
-    ]
-)
-
-
-def fork(*arguments: object, cwd: Path) -> "multiprocessing.process.BaseProcess":
-    """The tool in a process forked from one that has imported torch: a real one too, and there at once."""
-    process = warm.Process(target=_forked, args=([str(argument) for argument in arguments], cwd))
-    process.start()
-    return process
-
-
-def _forked(arguments: list[str], cwd: Path) -> None:
-    os.chdir(cwd)
-    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
-        os.dup2(os.open(f"forked.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), stream.fileno())
-    main(arguments)
-
-
-def forked(*arguments: object, cwd: Path) -> Outcome:
-    """The same, to its end."""
-    process = fork(*arguments, cwd=cwd)
-    process.join(60)
-    out, err = ((cwd / f"forked.{name}") for name in ("out", "err"))
-    return Outcome(
-        process.exitcode if process.exitcode is not None else -1, out.read_text(), err.read_text()
-    )
-
-
-def write(path: Path, text: str = QUADRATIC) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def done(*arguments: object) -> None:
-    """A call that must end well."""
-    outcome = call(*arguments, "--quiet")
+def invoke_ok(*arguments: object) -> None:
+    """Run the tool in this process with --quiet; it must succeed and print nothing."""
+    outcome = invoke(*arguments, "--quiet")
     assert outcome == (0, "", ""), outcome
 
 
-def is_refusal(outcome: Outcome, *mentions: str) -> None:
-    """Exit code 2 and one line that says why."""
+def assert_refused(outcome: Outcome, *mentions: str) -> None:
+    """Assert that the tool ended with code 2 and one line that mentions all of these."""
     assert outcome.code == 2, outcome
     assert outcome.out == ""
     assert outcome.err.startswith("error: ")
@@ -122,27 +75,102 @@ def is_refusal(outcome: Outcome, *mentions: str) -> None:
         assert mention in outcome.err, outcome.err
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+# In a process that a test can kill.
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without the one number that differs between equal runs."""
-    lines = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+def start_process(
+    *arguments: object,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    stderr: int = subprocess.PIPE,
+) -> "subprocess.Popen[str]":
+    """Start the tool as users do, by its script."""
+    return subprocess.Popen(
+        [SCRIPT, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", "FEDBILEVEL_DEBUG": "", **(env or {})},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+    )
+
+
+def run_process(*arguments: object, cwd: Path, env: Mapping[str, str] | None = None) -> Outcome:
+    """Run the tool by its script, to the end."""
+    with start_process(*arguments, cwd=cwd, env=env) as process:
+        out, err = process.communicate(timeout=60)
+    return Outcome(process.returncode, out or "", err or "")
+
+
+# Processes of this context are forked from one that has imported PyTorch: they start at once.
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(
+    [
+        "fedbilevel.cli.compare",
+        "fedbilevel.cli.track",
+        "fedbilevel.experiments.runner",
+        "torch._dynamo",
     ]
-    return [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]
+)
 
 
-def config(folder: Path) -> dict[str, Any]:
-    return tomllib.loads((folder / "config.toml").read_text("utf-8"))
+def start_forked(*arguments: object, cwd: Path) -> BaseProcess:
+    """Start the tool in a forked process, which starts faster than the script."""
+    words = [str(argument) for argument in arguments]
+    process = forkserver.Process(target=_main_in_folder, args=(words, cwd))
+    process.start()
+    return process
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text("utf-8"))
-    return found
+def _main_in_folder(arguments: list[str], cwd: Path) -> None:
+    os.chdir(cwd)
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        file = os.open(f"forked.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(file, stream.fileno())
+    main(arguments)
+
+
+def run_forked(*arguments: object, cwd: Path) -> Outcome:
+    """Run the tool in a forked process, to the end; the code is -1 if it takes too long."""
+    process = start_forked(*arguments, cwd=cwd)
+    process.join(60)
+    code = -1
+    if process.exitcode is not None:
+        code = process.exitcode
+    return Outcome(code, (cwd / "forked.out").read_text(), (cwd / "forked.err").read_text())
+
+
+# Files.
+
+
+def write(path: Path, text: str = QUADRATIC) -> Path:
+    """Write a text file, by default a small experiment, and return its path."""
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file below a folder, by relative path."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return a run's metrics without the one number that differs between equal runs."""
+    evaluations = []
+    for line in (run / "metrics.jsonl").read_text("utf-8").splitlines():
+        evaluation = json.loads(line)
+        evaluation.pop("wall_s", None)
+        evaluations.append(evaluation)
+    return evaluations
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Return a run's resolved experiment."""
+    return tomllib.loads((run / "config.toml").read_text("utf-8"))
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """Return a run's summary."""
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text("utf-8"))
+    return summary

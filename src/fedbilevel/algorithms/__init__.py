@@ -1,4 +1,9 @@
-"""Every method by name. One paper, one file."""
+"""The algorithms, one paper per file.
+
+`get(name)` finds an algorithm by its registered name. `base` says what an algorithm is, `registry`
+holds the names, `shared` and `shared_submodels` hold the phases and estimators that several methods
+are made of.
+"""
 
 from fedbilevel.algorithms.adafbio import AdaFBiO
 from fedbilevel.algorithms.adbo import ADBO, SDBO

@@ -1,12 +1,9 @@
-"""AFBO: any client, at any time, with any number of local steps.
-
-Li, Zhu, Gong, Mao and Zhou, "Anarchic Federated Bilevel Optimization".
-"""
+"""AFBO: asynchronous; any client answers at any time, after any number of local steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -27,58 +24,90 @@ from fedbilevel.federation import Federation, Replies
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
+Trees = Mapping[str, Tree]
+# `LatestReplies` as a plain tuple, which is what a state may hold.
+LatestTuple = tuple[Trees, float, Mapping[int, tuple[int, Trees]]]
+NO_REPLIES: LatestTuple = ({}, 0.0, {})
 
-class Latest(NamedTuple):
-    """What clients last said: `sums` of n p_i times it, over those who spoke, whose n p_i add up to `heard`.
 
-    `said` holds, for each of them, the number of the iteration it was asked in, and what it said unless it keeps that
-    itself. Sums are float64: they only ever change by differences, and would keep the rounding of larger days.
+class LatestReplies(NamedTuple):
+    """The server's memory: the last reply of every client, and their weighted sums.
+
+    The sums are float64, because they change only by differences: in float32 the rounding of one
+    large reply would stay in them for good.
+
+    Attributes:
+        sums: For each value of a reply, the sum of n p_i times the last value of client i, over the
+            clients heard so far.
+        weight: The sum of n p_i over these clients.
+        replies: For each of these clients, the iteration in which its last reply was asked for, and
+            the reply, which is empty if the client keeps it itself.
     """
 
-    sums: Mapping[str, Tree]
-    heard: float
-    said: Mapping[int, tuple[int, Mapping[str, Tree]]]
+    sums: Trees
+    weight: float
+    replies: Mapping[int, tuple[int, Trees]]
+
+    def as_tuple(self) -> LatestTuple:
+        """Return the fields as a plain tuple, for a state."""
+        return self.sums, self.weight, self.replies
 
     def mean(self, name: str, like: Tree) -> Tree:
-        return (self.sums[name] / self.heard).map(lambda value, other: value.to(other.dtype), like)
+        """Return the mean of a value over the clients heard so far, in the dtype of `like`."""
+        mean = self.sums[name] / self.weight
+        return mean.map(lambda value, other: value.to(other.dtype), like)
 
-    def age(self, now: int) -> float:
-        """The mean age of what is in the sums, in iterations."""
-        return sum(now - number for number, _ in self.said.values()) / len(self.said)
+    def mean_age(self, iteration: int) -> float:
+        """Return how old the replies in the sums are on average, in iterations."""
+        ages = [iteration - asked for asked, _ in self.replies.values()]
+        return sum(ages) / len(ages)
 
-    def renew(self, replies: Replies, now: int) -> Latest:
-        """Every reply takes the place of its client's last one."""
-        sums, heard, said = dict(self.sums), self.heard, dict(self.said)
+    def with_replies(self, replies: Replies, iteration: int) -> LatestReplies:
+        """Return the memory with each of these replies in place of its client's last one."""
+        sums = dict(self.sums)
+        weight = self.weight
+        latest = dict(self.replies)
         for reply in replies:
-            new, (_, old) = _trees(reply.values), said.get(reply.client, (0, {}))
-            change = {
-                name: value - old[name].map(Tensor.double) if old else value
-                for name, value in _double(new)
-            }
-            _add(sums, reply.weight, change)
-            heard += 0.0 if old else reply.weight
-            said[reply.client] = (now - reply.staleness, new)
-        return Latest(sums, heard, said)
+            new = _trees(reply.values)
+            _, old = latest.get(reply.client, (0, {}))
+            change = _to_double(new)
+            if old:
+                change = {name: change[name] - old[name].map(Tensor.double) for name in change}
+            else:
+                weight += reply.weight
+            _add_scaled(sums, reply.weight, change)
+            latest[reply.client] = (iteration - reply.staleness, new)
+        return LatestReplies(sums, weight, latest)
 
-    def add(self, replies: Replies) -> tuple[Latest, list[int]]:
-        """The same from differences; and who has lost its memory: the sums begin anew without its unknown part."""
-        sums, heard, said, forgetful = dict(self.sums), self.heard, dict(self.said), []
+    def with_differences(self, replies: Replies) -> tuple[LatestReplies, int]:
+        """Return the memory after replies that are differences, and how often the sums restarted.
+
+        They restart when a client has lost its memory: its part of the sums is unknown to everyone.
+        """
+        sums = dict(self.sums)
+        weight = self.weight
+        latest = dict(self.replies)
+        restarts = 0
         for reply in replies:
             base = int(reply.values["ticket"]["base"])
             number = int(reply.values["ticket"]["number"])
-            if base < 0 and reply.client in said:
-                sums, heard, said = {}, 0.0, {}
-                forgetful.append(reply.client)
-            if base != said.get(reply.client, (-1, {}))[0]:
-                continue  # a difference to what is not in the sums; the next message will be whole
-            _add(sums, reply.weight, dict(_double(_trees(reply.values))))
-            heard += 0.0 if reply.client in said else reply.weight
-            said[reply.client] = (number, {})
-        return Latest(sums, heard, said), forgetful
+            if base < 0 and reply.client in latest:
+                sums = {}
+                weight = 0.0
+                latest = {}
+                restarts += 1
+            acknowledged, _ = latest.get(reply.client, (-1, {}))
+            if base != acknowledged:
+                continue  # its base is no longer in the sums; the client's next reply will be whole
+            _add_scaled(sums, reply.weight, _to_double(_trees(reply.values)))
+            if reply.client not in latest:
+                weight += reply.weight
+            latest[reply.client] = (number, {})
+        return LatestReplies(sums, weight, latest), restarts
 
 
 def _trees(values: Mapping[str, Any]) -> dict[str, Tree]:
-    """What a client said, without the ticket that says of which message it is."""
+    """Return the directions of a reply, without the ticket that numbers it."""
     return {
         name: value
         for name, value in values.items()
@@ -86,89 +115,133 @@ def _trees(values: Mapping[str, Any]) -> dict[str, Tree]:
     }
 
 
-def _double(trees: Mapping[str, Tree]) -> list[tuple[str, Tree]]:
-    return [(name, tree.map(Tensor.double)) for name, tree in trees.items()]
+def _to_double(trees: Trees) -> dict[str, Tree]:
+    return {name: tree.map(Tensor.double) for name, tree in trees.items()}
 
 
-def _add(sums: dict[str, Tree], weight: float, change: Mapping[str, Tree]) -> None:
+def _add_scaled(sums: dict[str, Tree], weight: float, change: Trees) -> None:
     for name, value in change.items():
-        sums[name] = sums[name] + weight * value if name in sums else weight * value
+        if name in sums:
+            sums[name] = sums[name] + weight * value
+        else:
+            sums[name] = weight * value
 
 
 class State(NamedTuple):
-    """`latest` as a plain tuple; `idle`: who waits for a task; `inner`: rounds since x moved."""
+    """The server's x, y and z, and what an asynchronous server keeps of its clients.
+
+    Attributes:
+        latest: The fields of `LatestReplies`.
+        idle: The clients that wait for a task.
+        inner: The number of iterations since x moved.
+        begun: Whether the first tasks have been posted.
+    """
 
     x: Tree
     y: Tree
     z: Tree
-    latest: Any = ({}, 0.0, {})
-    idle: Any = ()
+    latest: LatestTuple = NO_REPLIES
+    idle: Sequence[int] = ()
     inner: int = 0
     begun: bool = False
 
 
-class Work(DescendMean):
-    """E_i steps on x, y and z; replies with the means of the directions ("aligned")."""
+class MeanDirections(DescendMean):
+    """E_i local steps on x, y and z; replies with the means of the directions ("aligned").
+
+    The server reads every reply by itself, to remember it.
+    """
 
     name = "work"
     summed = False
 
 
-class Base(NamedTuple):
-    """The message that a client's next one is a difference to, and the numbers of both (-1: it is whole)."""
+class DifferenceBase(NamedTuple):
+    """The reply that a client's next reply is a difference to, and the numbers of both.
 
-    message: Any
-    base: Tensor
+    `base_number` is -1 and `values` are 0 if the next reply is whole.
+    """
+
+    values: dict[str, Tree]
+    base_number: Tensor
     number: Tensor
 
 
-class WorkOnDifferences(Work):
-    """As `Work`; replies with the difference to the client's message number `ack`, the last one the server has taken.
+class MeanDirectionDifferences(MeanDirections):
+    """As `MeanDirections`; replies with the difference to the client's reply number `ack`.
 
-    A client that no longer has that message sends a whole one. It remembers what the server's sum makes of it, in
-    float64, not what it meant: so differences add up.
+    `ack` is the last reply that the server has added to its sums, -1 if there is none. A client
+    that no longer has that reply sends a whole one. It remembers what the server's sum makes of its
+    reply, in float64, and not the directions before rounding: so the differences add up.
+
+    The client's memory holds its latest reply and the one before that the latest was a difference
+    to, because it does not know whether the latest has arrived.
     """
 
     remembers = True
     reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y", "ticket": {"base": (), "number": ()}}
 
     def start(self, m: Message) -> Any:
-        point = {"hx": m.x, "hy": m.y, "hz": m.z}
-        zero = {name: zeros_like(value.map(Tensor.double)) for name, value in point.items()}
+        """Start as `MeanDirections`, and find the reply that the server has acknowledged."""
+        shapes = {"hx": m.x, "hy": m.y, "hz": m.z}
+        zeros = {name: zeros_like(tree) for name, tree in _to_double(shapes).items()}
         none = torch.full_like(m.ack, -1)
-        last = m.memory or {"sent": zero, "number": none, "taken": zero, "base": none}
-        sent = (m.ack == last["number"]) & (m.ack >= 0)
-        known = sent | ((m.ack == last["base"]) & (m.ack >= 0))
-        message = {
-            name: zero[name].map(
-                lambda nothing, new, old: torch.where(known, torch.where(sent, new, old), nothing),
-                *(last["sent"][name], last["taken"][name]),
-            )
-            for name in zero
+        memory = m.memory or {"latest": zeros, "number": none, "base": zeros, "base_number": none}
+        is_latest = (m.ack == memory["number"]) & (m.ack >= 0)
+        is_base = (m.ack == memory["base_number"]) & (m.ack >= 0)
+        known = is_latest | is_base
+
+        def acknowledged(zero: Tensor, latest: Tensor, base: Tensor) -> Tensor:
+            return torch.where(known, torch.where(is_latest, latest, base), zero)
+
+        values = {
+            name: zero.map(acknowledged, memory["latest"][name], memory["base"][name])
+            for name, zero in zeros.items()
         }
-        return super().start(m), Base(
-            message, torch.where(known, m.ack, none), m.number + 0 * m.ack
-        )
+        number = m.number + 0 * m.ack  # a tensor, as `ack` is
+        return super().start(m), DifferenceBase(values, torch.where(known, m.ack, none), number)
 
     def step(self, c: Any, oracle: Oracle, batch: Any) -> Any:
-        return super().step(c[0], oracle, batch), c[1]
+        """Take one local step."""
+        local, base = c
+        return super().step(local, oracle, batch), base
 
     def finish(self, c: Any) -> dict[str, Any]:
-        h, (message, base, number) = super().finish(c[0]), c[1]
-        change = {
-            name: h[name].map(lambda new, old: (new.double() - old).to(new.dtype), message[name])
-            for name in message
-        }
-        sent = {name: message[name] + change[name].map(Tensor.double) for name in message}
+        """Reply with the difference, its ticket, and what the client remembers."""
+        local, (base, base_number, number) = c
+        h = super().finish(local)
+
+        def difference(new: Tensor, old: Tensor) -> Tensor:
+            return (new.double() - old).to(new.dtype)
+
+        change = {name: h[name].map(difference, base[name]) for name in base}
+        latest = {name: base[name] + change[name].map(Tensor.double) for name in base}
         return {
             **change,
-            "ticket": Tree({"base": base, "number": number}),
-            "memory": {"sent": sent, "number": number, "taken": message, "base": base},
+            "ticket": Tree({"base": base_number, "number": number}),
+            "memory": {
+                "latest": latest,
+                "number": number,
+                "base": base,
+                "base_number": base_number,
+            },
         }
 
 
-class Inner(Phase):
-    """E_i steps y_i <- y_i - lr_y grad_y g_i(x, y_i); replies with the mean of the gradients (lines 5 to 8)."""
+class LowerMean(NamedTuple):
+    """A client's copy of y, the sum q of its gradients, and the number of its steps."""
+
+    x: Tree
+    y: Tree
+    q: Tree
+    steps: Tensor
+
+
+class MeanLowerGradient(Phase):
+    """E_i local steps on y; replies with the mean of the lower gradients (lines 5 to 8).
+
+    y_i <- y_i - lr_y grad_y g_i(x, y_i)
+    """
 
     name = "inner"
     fixed_x = True
@@ -179,51 +252,112 @@ class Inner(Phase):
     steps: Steps = "local"
     lr_y: Number
 
-    def start(self, m: Message) -> Any:
-        return m.x, m.y, zeros_like(m.y), m.steps
+    def start(self, m: Message) -> LowerMean:
+        """Start at the server's y, with a sum that is 0."""
+        return LowerMean(m.x, m.y, zeros_like(m.y), m.steps)
 
-    def step(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
-        x, y, q, steps = c
-        d = oracle.lower_gradient_y(x, y, batch)
-        return x, y - self.lr_y * d, q + d, steps
+    def step(self, c: LowerMean, oracle: Oracle, batch: Batch) -> LowerMean:
+        """Take one step on y_i, and add its gradient to the sum."""
+        d = oracle.lower_gradient_y(c.x, c.y, batch)
+        return c._replace(y=c.y - self.lr_y * d, q=c.q + d)
 
-    def finish(self, c: Any) -> dict[str, Any]:
-        return {"hy": c[2] / c[3]}
+    def finish(self, c: LowerMean) -> dict[str, Tree]:
+        """Reply with the mean."""
+        return {"hy": c.q / c.steps}
 
 
 @register("afbo")
 @dataclass(frozen=True, kw_only=True)
 class AFBO(Algorithm):
-    """AFBO, one round an inner round: the server moves with what all clients last said, however old it is.
+    """AFBO: asynchronous; the server moves along the last replies of all clients, however old.
 
-    Everyone works on the last x, y, z it was sent: client i takes E_i local steps (the environment's) and sends the
-    means h_i of its directions d_y = grad_y g_i, d_z = d2yy g_i z - grad_y f_i, d_x = grad_x f_i - d2xy g_i z. When the
-    next replies are in (as many as the environment's participation), with h the mean over all clients of the last h_i,
+    Choose it where clients are slow, late or lost: no iteration waits for a straggler, and because
+    every client counts once, whatever its speed, the fixed point is still the solution of the
+    problem. Without delays and with everyone in every iteration it is `ShroFBO`, but for the factor
+    rho. `UniFBO` with `barrier=False` has adaptive steps and the same memory; `AFL` has the same
+    memory and local hypergradients, which are biased; `ADBO` waits for everyone at each new plane.
+
+    Client i works on the last x, y and z it was sent: it takes E_i local steps (the environment's)
+    and sends the means h_i of `SimFBO`'s directions
+
+        d_y = grad_y g_i,   d_z = d2yy g_i z - grad_y f_i,   d_x = grad_x f_i - d2xy g_i z.
+
+    An iteration waits for the next replies, as many as the environment's participation. Then, with
+    h the mean over all clients of their last h_i,
 
         y <- y - server_lr_y h_y,   z <- P_r(z - server_lr_z h_z),   x <- x - server_lr_x h_x,
 
-    x only every K = `inner_rounds` times, and those who answered get the new point. Because every client counts once,
-    whatever its speed, the fixed point is that of the problem. This is `hypergradient="linear-system"`, our default,
-    and a departure from print.
+    x only in every K-th iteration, K = `inner_rounds`, and the clients that answered get the new
+    point. This is `hypergradient="linear-system"`, our default. The paper's estimator APHE, at the
+    other values, asks all clients for products with the mean Hessian H: with v = mean grad_y f_i,
+    lambda = `neumann_lr`, U = `neumann_steps` and m clients,
 
-    The paper's APHE asks all clients for products with the mean Hessian, lambda = `neumann_lr`, v = mean grad_y f_i:
+        "neumann":            p = lambda sum_{u < U} (I - lambda H)^u v
+        "random-truncation":  p = lambda U (I - lambda H)^U' v,   U' uniform on {0 .. U-1}
+        "printed":            p = lambda m (I - lambda H)^m v,   which tends to 0 as m grows
 
-        p = lambda sum_{u < U} (I - lambda H)^u v        ("neumann", U = `neumann_steps`)
-        p = lambda U (I - lambda H)^U' v                 ("random-truncation", U' uniform on {0 .. U-1})
-        p = lambda m (I - lambda H)^m v                  ("printed", m clients: tends to 0 as m grows)
+    and x moves along mean (grad_x f_i - d2xy g_i p) after K iterations on y alone.
 
-    and x moves along mean (grad_x f_i - d2xy g_i p) after K inner rounds on y. Each product is a barrier over all
-    clients, stragglers included, and is charged as one; `aphe="server"` leaves it out of time and costs, as the paper's
-    simulation appears to.
+    Cost per iteration: one round. "linear-system": 3 gradients per client and local step; x, y and
+    z go down, three directions of the same sizes come up (with `memory="client"` also two
+    integers). APHE: 1 gradient per local step; x and y go down, one direction like y comes up; in
+    every K-th iteration also a round for v, one per product and one for the hypergradient, each a
+    barrier over all clients, of 1, 2 and 3 gradients.
 
-    `memory="client"`: clients keep what they last said and send differences; the server holds sums, and with each
-    task says which message it has taken last. A client that has lost its memory makes the sums begin anew (the
-    metric `restarts` counts it). `delay_aware=True` divides the steps by 1 + the mean age of the messages in the
-    sums, in iterations (the paper asks for smaller steps under longer delays and gives no rule). `damping` is that
-    of `SimFBO`.
+    Departures from print: "linear-system" is ours; the printed estimator keeps at most 36% of the
+    indirect term at m = 18. Local steps on y are plain gradient steps (none are printed). Means go
+    over the clients heard so far. p is computed at the current point, where print has each client's
+    last one. `memory="client"` and `delay_aware` are ours. See docs/errata.md.
 
-    Departures from print: as said; local steps on y are plain SGD (none are printed); means go over the clients heard
-    so far; p is computed at the current point, where print has each client's last one.
+    References:
+        Li, Zhu, Gong, Mao and Zhou, "Anarchic Federated Bilevel Optimization": Algorithms 1 and 2.
+
+    Args:
+        lr_x: Local step size of x, a number or a schedule.
+        lr_y: Local step size of y.
+        lr_z: Local step size of z.
+        server_lr_x: Server step size of x, applied to the mean direction.
+        server_lr_y: Server step size of y.
+        server_lr_z: Server step size of z.
+        radius: Radius of the ball that the server's z is projected onto.
+        damping: Multiple of the identity that is added to the Hessian of z's system.
+        inner_rounds: The number K of iterations between two steps on x.
+        hypergradient: "linear-system", or the estimator of APHE: "neumann", "random-truncation" or
+            "printed".
+        neumann_lr: The step lambda of APHE.
+        neumann_steps: The number U of terms of APHE.
+        memory: Who keeps the last reply of each client: "server"; or "client", where clients send
+            differences to the last reply that the server has acknowledged, and the server keeps
+            sums only. A client that has lost its memory makes the sums start again; the metric
+            `restarts` counts it.
+        aphe: "clients" charges APHE's barriers in time and costs; "server" leaves them out, as the
+            paper's simulation appears to.
+        delay_aware: Divide the server's steps by 1 + the mean age of the replies in the sums, in
+            iterations. The paper asks for smaller steps under longer delays and gives no rule.
+
+    Example:
+        Two of six clients are five times slower, and an iteration waits for two replies:
+
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=6, condition=3.0, seed=3)
+        >>> environment = fb.Environment(
+        ...     participation=2,
+        ...     delay=fb.delays.LogNormal(1.0, 0.5),
+        ...     stragglers=fb.delays.Stragglers(2, 5.0),
+        ... )
+        >>> method = fb.algorithms.AFBO(server_lr_x=0.05, server_lr_y=0.25, server_lr_z=0.25)
+        >>> result = fb.solve(
+        ...     task.problem,
+        ...     task.clients,
+        ...     method,
+        ...     rounds=100,
+        ...     environment=environment,
+        ...     evaluate=task.evaluate,
+        ...     every=100,
+        ... )
+        >>> start, end = (row["hypergradient_norm"] for row in result.history)
+        >>> result.status, end < 0.5 * start
+        ('completed', True)
     """
 
     lr_x: Step = 0.01
@@ -248,68 +382,72 @@ class AFBO(Algorithm):
         super().__post_init__()
         if self.memory == "client" and self.hypergradient != "linear-system":
             raise ValueError(
-                f"memory is 'client'; hypergradient must be 'linear-system', not {self.hypergradient!r}"
-            )
-
-    def check(self, problem: Problem, environment: Environment) -> None:
-        super().check(problem, environment)
-        if self.memory == "client" and any(stage.direction == "up" for stage in environment.stages):
-            raise ValueError(
-                "memory is 'client' and stages change replies on their way: clients would remember what the server "
-                "never took; memory must be 'server', or no stage may be on the way up (conduct.norm_bound is one)"
+                "memory is 'client'; hypergradient must be 'linear-system', "
+                f"not {self.hypergradient!r}"
             )
 
     def init(self, problem: Problem) -> State:
+        """Start at the problem's x and y, with z = 0 and no replies."""
         x, y = problem.start
         return State(x, y, zeros_like(y))
 
     def iterate(self, s: State, fed: Federation) -> State:
-        idle = s.idle if s.begun else range(len(fed))
-        latest = Latest(*s.latest)
-        now = fed.iteration
-        if self.hypergradient != "linear-system":
-            fed.post(Inner(lr_y=self.lr_y), idle, x=s.x, y=s.y)
-        elif self.memory == "server":
-            fed.post(self.work(Work), idle, x=s.x, y=s.y, z=s.z)
-        else:
-            each = [{"ack": latest.said.get(client, (-1, {}))[0]} for client in idle]
-            work = self.work(WorkOnDifferences)
-            fed.post(work, idle, each=each, x=s.x, y=s.y, z=s.z, number=now)
+        """Post tasks to idle clients, collect the next replies, and move along all last replies."""
+        latest = LatestReplies(*s.latest)
+        self.post_tasks(s, latest, fed)
         r = fed.collect()
         if self.memory == "server":
-            latest = latest.renew(r, now)
+            latest = latest.with_replies(r, fed.iteration)
         else:
-            latest, forgetful = latest.add(r)
-            fed.record(restarts=len(forgetful))
-        s = s._replace(latest=tuple(latest), idle=r.idle, inner=s.inner + 1, begun=True)
-        if not latest.heard:
-            return s
-        slower = 1 / (1 + latest.age(now)) if self.delay_aware else 1.0
-        s = s._replace(y=s.y - slower * self.server_lr_y * latest.mean("hy", s.y))
+            latest, restarts = latest.with_differences(r)
+            fed.record(restarts=restarts)
+        s = s._replace(latest=latest.as_tuple(), idle=r.idle, inner=s.inner + 1, begun=True)
+        if not latest.weight:
+            return s  # no reply has been accepted yet
+        scale = 1.0
+        if self.delay_aware:
+            scale = 1 / (1 + latest.mean_age(fed.iteration))
+        s = s._replace(y=s.y - scale * self.server_lr_y * latest.mean("hy", s.y))
         if self.hypergradient == "linear-system":
-            s = s._replace(
-                z=project(s.z - slower * self.server_lr_z * latest.mean("hz", s.z), self.radius)
-            )
+            z = s.z - scale * self.server_lr_z * latest.mean("hz", s.z)
+            s = s._replace(z=project(z, self.radius))
         if s.inner < self.inner_rounds:
             return s
-        h = (
-            latest.mean("hx", s.x)
-            if self.hypergradient == "linear-system"
-            else self.estimate(s, fed)
-        )
-        return s._replace(x=fed.problem.project(s.x - slower * self.server_lr_x * h), inner=0)
+        if self.hypergradient == "linear-system":
+            h = latest.mean("hx", s.x)
+        else:
+            h = self.estimate_hypergradient(s, fed)
+        return s._replace(x=fed.problem.project(s.x - scale * self.server_lr_x * h), inner=0)
 
-    def work(self, kind: type[Work]) -> Work:
+    def post_tasks(self, s: State, latest: LatestReplies, fed: Federation) -> None:
+        """Send the current point to the idle clients; in the first iteration to everyone."""
+        idle = s.idle if s.begun else range(len(fed))
+        if self.hypergradient != "linear-system":
+            fed.post(MeanLowerGradient(lr_y=self.lr_y), idle, x=s.x, y=s.y)
+        elif self.memory == "server":
+            fed.post(self.directions_phase(MeanDirections), idle, x=s.x, y=s.y, z=s.z)
+        else:
+            phase = self.directions_phase(MeanDirectionDifferences)
+            each = [{"ack": latest.replies.get(client, (-1, {}))[0]} for client in idle]
+            fed.post(phase, idle, each=each, x=s.x, y=s.y, z=s.z, number=fed.iteration)
+
+    def directions_phase(self, kind: type[MeanDirections]) -> MeanDirections:
+        """Return a phase of this kind at this iteration's step sizes."""
         return kind(lr_x=self.lr_x, lr_y=self.lr_y, lr_z=self.lr_z, damping=self.damping)
 
-    def estimate(self, s: State, fed: Federation) -> Tree:
-        """APHE: grad_x F - d2xy G p, each mean a barrier over all clients."""
-        everyone, lam, U = range(len(fed)), self.neumann_lr, self.neumann_steps
+    def estimate_hypergradient(self, s: State, fed: Federation) -> Tree:
+        """Return APHE's grad_x F - d2xy G p; every mean in it is a barrier over all clients."""
+        everyone = range(len(fed))
+        lam = self.neumann_lr
+        U = self.neumann_steps
+        costs: AbstractContextManager[None] = nullcontext()
+        if self.aphe == "server":
+            costs = fed.uncharged()
 
         def product(v: Tree) -> Tree:
             return fed.ask(HessianProduct(), everyone, x=s.x, y=s.y, v=v).mean("hv")  # type: ignore[no-any-return]
 
-        with fed.uncharged() if self.aphe == "server" else nullcontext():
+        with costs:
             v = fed.ask(UpperGradientY(), everyone, x=s.x, y=s.y).mean("v")
             if self.hypergradient == "neumann":
                 p = neumann_sum(product, v, U, lam)
@@ -318,3 +456,13 @@ class AFBO(Algorithm):
             else:
                 p = random_product(product, v, len(fed), lam, len(fed))
             return fed.ask(Hypergradient(), everyone, x=s.x, y=s.y, p=p).mean("h")  # type: ignore[no-any-return]
+
+    def check(self, problem: Problem, environment: Environment) -> None:
+        """Check as any algorithm, and that no stage changes replies that clients remember."""
+        super().check(problem, environment)
+        if self.memory == "client" and any(stage.direction == "up" for stage in environment.stages):
+            raise ValueError(
+                "memory is 'client' and stages change replies on their way: clients would remember "
+                "what the server never took; memory must be 'server', or no stage may be on the "
+                "way up (conduct.norm_bound is one)"
+            )

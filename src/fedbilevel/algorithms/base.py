@@ -1,4 +1,4 @@
-"""What an algorithm is: frozen settings, `init`, and `iterate`, which asks clients to run phases."""
+"""What an algorithm is: frozen settings, `init`, and `iterate`, the server's program."""
 
 from __future__ import annotations
 
@@ -14,22 +14,55 @@ from fedbilevel.federation.environment import Environment
 
 
 class State(Protocol):
-    """The server's state: a NamedTuple of trees and numbers, among them x and y."""
+    """The server's state between two iterations.
+
+    Each algorithm has its own: a `NamedTuple` of trees, tensors, numbers, and lists, tuples and
+    dicts of them, so that a checkpoint can hold it. It has at least `x` and `y`.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> fb.algorithms.SimFBO().init(task.problem)._fields
+        ('x', 'y', 'z')
+    """
 
     @property
-    def x(self) -> Tree: ...
+    def x(self) -> Tree:
+        """The upper variable."""
+        ...
 
     @property
-    def y(self) -> Tree: ...
+    def y(self) -> Tree:
+        """The lower variable."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(ABC):
-    """One method. Settings are fields, checked at construction; a step size is a float or a schedule.
+    """A method for federated bilevel problems: base class of all algorithms.
 
-    solves: "global" (the true hypergradient), "local" (averages local hypergradients: biased on heterogeneous clients)
-    or "single" (a single-level baseline). lower_levels: the kinds of problems it is for. submodels: whether clients may
-    hold parts of the model.
+    A subclass is a frozen dataclass. Its fields are its settings: their annotations say what is
+    allowed, and the constructor checks them. It defines `init`, the state before the first
+    iteration, and `iterate`, which asks clients to run phases and moves x and y by their replies.
+
+    Where a step size comes from: it is a setting annotated `Step`, a number or a schedule. Before
+    iteration t the run calls `at(t)`, which replaces schedules by their values at t, and calls
+    `iterate` on the result. `iterate` uses `self.server_lr_x` and the like as plain numbers, and
+    passes `lr_x` and the like to its phases, which use them on the clients.
+
+    Attributes:
+        name: The name under which `register` has made the class known.
+        solves: "global" if it follows the hypergradient of all clients together; "local" if it
+            averages hypergradients of single clients, which on heterogeneous clients solves another
+            problem; "single" for a single-level baseline.
+        lower_levels: The kinds of lower levels it can solve, see `Problem.lower_level`.
+        submodels: Whether clients may hold parts of the model, see `Environment.capacity`.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> method = fb.algorithms.SimFBO(lr_x=fb.schedules.Power(0.1, power=0.5))
+        >>> method.at(0).lr_x, method.at(3).lr_x
+        (0.1, 0.05)
     """
 
     name: ClassVar[str]
@@ -40,31 +73,67 @@ class Algorithm(ABC):
     def __post_init__(self) -> None:
         settings.check(self)
 
-    def at(self, t: int) -> Self:
-        """The settings in force at iteration t: schedules become numbers."""
-        values = {name: getattr(self, name) for name in schedules.step_fields(type(self))}
-        moving = {name: value(t) for name, value in values.items() if callable(value)}
-        return dataclasses.replace(self, **moving) if moving else self
-
-    def check(self, problem: Problem, environment: Environment) -> None:
-        """Refuse a problem that this method does not solve, or conditions that it cannot meet."""
-        if problem.lower_level not in self.lower_levels:
-            raise ValueError(
-                f"{self.name} is for a {self.lower_levels[0]} lower level; this problem's is {problem.lower_level}"
-            )
-        if environment.submodels and not self.submodels:
-            raise ValueError(
-                f"capacity is {environment.capacity}, but {self.name} trains whole models; it must be 1"
-            )
-        if environment.submodels and not problem.axes:
-            raise ValueError(
-                f"capacity is {environment.capacity}, but this problem names no axes to cut; it must be 1"
-            )
-
     @abstractmethod
     def init(self, problem: Problem) -> Any:
-        """The state before the first iteration."""
+        """Return the state before the first iteration.
+
+        Args:
+            problem: The problem to solve; its `start` holds the first x and y.
+
+        Returns:
+            A `State` of this algorithm.
+        """
 
     @abstractmethod
     def iterate(self, s: Any, fed: Federation) -> Any:
-        """One outer iteration: the server's program."""
+        """Run one iteration: the server's program.
+
+        Args:
+            s: The state that `init` or the previous iteration returned; it must not be changed.
+            fed: The federation; every exchange with clients is an `ask` or a `collect` of it.
+
+        Returns:
+            The next state.
+        """
+
+    def at(self, t: int) -> Self:
+        """Return the settings in force at iteration t, with numbers in place of schedules.
+
+        Args:
+            t: The iteration, counted from 0.
+
+        Returns:
+            This algorithm itself if no step size follows a schedule, else a copy.
+        """
+        values = {name: getattr(self, name) for name in schedules.step_fields(type(self))}
+        scheduled = {name: value(t) for name, value in values.items() if callable(value)}
+        if not scheduled:
+            return self
+        return dataclasses.replace(self, **scheduled)
+
+    def check(self, problem: Problem, environment: Environment) -> None:
+        """Check that this method can solve a problem under the conditions of an environment.
+
+        Args:
+            problem: The problem to solve.
+            environment: The conditions under which clients take part.
+
+        Raises:
+            ValueError: If the problem's lower level is of another kind than this method is for, or
+                if clients hold submodels and the method or the problem does not provide for them.
+        """
+        if problem.lower_level not in self.lower_levels:
+            raise ValueError(
+                f"{self.name} is for a {self.lower_levels[0]} lower level; "
+                f"this problem's is {problem.lower_level}"
+            )
+        if environment.uses_submodels and not self.submodels:
+            raise ValueError(
+                f"capacity is {environment.capacity}, but {self.name} trains whole models; "
+                "it must be 1"
+            )
+        if environment.uses_submodels and not problem.axes:
+            raise ValueError(
+                f"capacity is {environment.capacity}, but this problem names no axes to cut; "
+                "it must be 1"
+            )

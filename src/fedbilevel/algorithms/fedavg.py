@@ -1,13 +1,16 @@
 """FedAvg: the single-level baseline.
 
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+AISTATS 2017.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
+
+from torch import Tensor
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
@@ -20,27 +23,36 @@ from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
 Gradients = Callable[[Tree, Tree], tuple[Tree, Tree]]
+"""(x, y) to the gradients in x and in y."""
+
+Part = Mapping[str, Mapping[str, Tensor]]
+"""For "x" and "y", what masks a client's weights; empty where it trains the whole model."""
 
 
 class State(NamedTuple):
+    """The server's x and y."""
+
     x: Tree
     y: Tree
 
 
 class Local(NamedTuple):
-    """Where a client is, where it started, and what it was told of the part of the model it holds."""
+    """Where a client is, where it started, and which part of the model it trains."""
 
     x: Tree
     y: Tree
     x0: Tree
     y0: Tree
-    part: Any
+    part: Part
 
 
 class Training(Phase):
-    """What training on batches and on episodes share: one gradient step.
+    """The gradient step that training on batches and on episodes share.
 
-    train: "both", or "y" to leave x where it is.
+    Args:
+        lr_x: Step size of x.
+        lr_y: Step size of y.
+        train: What is trained: "both", or "y" to leave x where it is.
     """
 
     reply: ClassVar = {"dx": "x", "dy": "y"}
@@ -50,22 +62,25 @@ class Training(Phase):
     lr_y: Number
     train: Literal["both", "y"] = "both"
 
-    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
-        """One local step; `part` is what a client is told of the part of the model it trains."""
+    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Part) -> tuple[Tree, Tree]:
+        """Take one gradient step; methods that mask weights read `part`."""
         d_x, d_y = gradients(x, y)
         return x - self.lr_x * d_x, y - self.lr_y * d_y
 
 
 class Train(Training):
-    """tau_i gradient steps on the lower loss; replies with how far it came."""
+    """tau_i gradient steps on the lower loss; replies with the displacements of x and y."""
 
     name = "train"
     batch = "train"
 
     def start(self, m: Message) -> Local:
+        """Start at the server's x and y."""
         return Local(m.x, m.y, m.x, m.y, vars(m).get("part", ()))
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
+        """Take one step on the lower loss of a batch."""
+
         def gradients(x: Tree, y: Tree) -> tuple[Tree, Tree]:
             if self.train == "y":
                 return zeros_like(x), oracle.lower_gradient_y(x, y, batch)
@@ -74,45 +89,56 @@ class Train(Training):
         x, y = self.descend(gradients, c.x, c.y, c.part)
         return c._replace(x=oracle.project_x(x), y=y)
 
-    def finish(self, c: Local) -> dict[str, Any]:
+    def finish(self, c: Local) -> dict[str, Tree]:
+        """Reply with the displacements."""
         return {"dx": c.x - c.x0, "dy": c.y - c.y0}
 
 
-class Visit(NamedTuple):
-    """The same over episodes: each begins at y0, and dy sums up how far they came."""
+class EpisodesLocal(NamedTuple):
+    """A client's x, its start, the sum dy of the episodes' displacements, and their number."""
 
     x: Tree
     x0: Tree
     y0: Tree
     dy: Tree
-    part: Any
-    steps: Any
+    part: Part
+    steps: Tensor
 
 
 class TrainOnEpisodes(Training):
-    """As many episodes as local steps; replies with the displacement of x and the mean one of y."""
+    """tau_i episodes; replies with the displacement of x and the mean displacement of y.
+
+    Args:
+        episode_steps: Gradient steps per episode.
+    """
 
     name = "episodes"
 
     episode_steps: Count
 
-    def start(self, m: Message) -> Visit:
-        return Visit(m.x, m.x, m.y, zeros_like(m.y), vars(m).get("part", ()), m.steps)
+    def start(self, m: Message) -> EpisodesLocal:
+        """Start at the server's x, with a sum of displacements that is 0."""
+        return EpisodesLocal(m.x, m.x, m.y, zeros_like(m.y), vars(m).get("part", ()), m.steps)
 
-    def step(self, c: Visit, oracle: Oracle, batch: Batch) -> Visit:
+    def step(self, c: EpisodesLocal, oracle: Oracle, batch: Batch) -> EpisodesLocal:
+        """Train on one episode: x continues, y starts at the shared y."""
+
         def gradients(x: Tree, y: Tree) -> tuple[Tree, Tree]:
             g_x, g_y = oracle.lower_gradients(x, y, batch)
             f_x, f_y = oracle.upper_gradients(x, y, batch)
-            d_x = zeros_like(x) if self.train == "y" else (g_x + f_x) / 2
-            return d_x, (g_y + f_y) / 2
+            if self.train == "y":
+                return zeros_like(x), (g_y + f_y) / 2
+            return (g_x + f_x) / 2, (g_y + f_y) / 2
 
-        x, y = c.x, c.y0
+        x = c.x
+        y = c.y0
         for _ in range(self.episode_steps):
             x, y = self.descend(gradients, x, y, c.part)
             x = oracle.project_x(x)
         return c._replace(x=x, dy=c.dy + (y - c.y0))
 
-    def finish(self, c: Visit) -> dict[str, Any]:
+    def finish(self, c: EpisodesLocal) -> dict[str, Tree]:
+        """Reply with the displacement of x and the mean displacement of y."""
         return {"dx": c.x - c.x0, "dy": c.dy / c.steps}
 
 
@@ -121,21 +147,61 @@ class TrainOnEpisodes(Training):
 class FedAvg(Algorithm):
     """FedAvg on the lower loss: what training without the upper level gives.
 
-    Client i takes tau_i steps x <- x - lr_x grad_x g_i, y <- y - lr_y grad_y g_i; the server adds `server_lr` times the
-    mean displacement. `train="y"` leaves x at its start (untuned hyper-parameters); the default trains both (a network
-    as a whole). The weights of the mean are the problem's: "samples" is the classic choice.
+    It is the baseline that a bilevel method has to beat, and the base of the methods on submodels
+    (`HeteroFL`, `FedRolex`, `OAP`, `FIARSE`). It never sees the upper loss, except on episodes.
 
-    Where the lower level is private, a local step is an episode, on all of whose labelled data the client trains:
-    `episode_steps` times x <- x - lr_x grad_x (f + g)/2 and the same for y. x goes on to the next episode, y begins
-    each at the shared one, which moves by the mean displacement of all. This is ours, and what Reptile does (Nichol,
-    Achiam and Schulman 2018): print does not say what a single-level method does with episodes, and with one y for
-    all of them, each labelling anew, there would be nothing to learn.
+    Client i takes tau_i steps
+
+        x <- x - lr_x grad_x g_i,   y <- y - lr_y grad_y g_i,
+
+    and the server adds `server_lr` times the mean displacement. `train="y"` leaves x at its start:
+    choose it where x holds hyper-parameters, which are not for the lower loss to choose, and the
+    default where x and y are one network. The weights of the mean are the problem's; `"samples"`
+    is the classic choice.
+
+    Where the lower level is private, a local step is an episode, and the client trains on all its
+    labelled data: `episode_steps` times
+
+        x <- x - lr_x grad_x (f + g) / 2,   y <- y - lr_y grad_y (f + g) / 2.
+
+    x continues to the next episode; y starts each one at the shared y, which moves by the mean
+    displacement over all episodes.
+
+    Cost per iteration: one round. Gradients per client: 1 per local step; on episodes 2
+    `episode_steps` per local step. Down: x, y. Up: their displacements (that of x is 0 with
+    `train="y"`).
+
+    Departures from print: what happens on episodes is ours, after Reptile: print does not say how a
+    single-level method treats them, and one y for all episodes, each with its own labelling, would
+    have nothing to learn (`docs/errata.md`, RABO).
+
+    References:
+        McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
+        Data", AISTATS 2017. Nichol, Achiam and Schulman, "On First-Order Meta-Learning
+        Algorithms", 2018 (Reptile).
+
+    Args:
+        lr_x: Step size of x, a number or a schedule.
+        lr_y: Step size of y, a number or a schedule.
+        server_lr: Factor of the mean displacement; 1 averages the clients' models.
+        train: What is trained: "both", or "y" to leave x at its start.
+        episode_steps: Gradient steps per episode; used with a private lower level only.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> method = fb.algorithms.FedAvg(lr_y=0.4, train="y")
+        >>> result = fb.solve(task.problem, task.clients, method, rounds=20)
+        >>> result.history[-1]["lower_loss"] < result.history[0]["lower_loss"]
+        True
+        >>> float(result.x["x"].norm())
+        0.0
     """
 
     solves = "single"
     lower_levels = ("shared", "private")
-    on_batches: ClassVar[type[Train]] = Train
-    on_episodes: ClassVar[type[TrainOnEpisodes]] = TrainOnEpisodes
+    batch_phase: ClassVar[type[Train]] = Train
+    episode_phase: ClassVar[type[TrainOnEpisodes]] = TrainOnEpisodes
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05
@@ -144,16 +210,19 @@ class FedAvg(Algorithm):
     episode_steps: Count = 5
 
     def init(self, problem: Problem) -> State:
+        """Start at the problem's x and y."""
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
+        """Run one round of local training."""
         r = fed.ask(self.phase(fed), fed.sample(), x=s.x, y=s.y)
         return self.move(s, r.mean("dx"), r.mean("dy"), fed)
 
-    def phase(self, fed: Federation) -> Phase:
+    def phase(self, fed: Federation) -> Training:
+        """Return the local training that suits the problem: on batches or on episodes."""
         if fed.problem.lower_level == "shared":
-            return self.on_batches(lr_x=self.lr_x, lr_y=self.lr_y, train=self.train)
-        return self.on_episodes(
+            return self.batch_phase(lr_x=self.lr_x, lr_y=self.lr_y, train=self.train)
+        return self.episode_phase(
             lr_x=self.lr_x,
             lr_y=self.lr_y,
             train=self.train,
@@ -161,4 +230,5 @@ class FedAvg(Algorithm):
         )
 
     def move(self, s: State, dx: Tree, dy: Tree, fed: Federation) -> State:
+        """Return the state after the server's step along the mean displacements dx and dy."""
         return State(fed.problem.project(s.x + self.server_lr * dx), s.y + self.server_lr * dy)

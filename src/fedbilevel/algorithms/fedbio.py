@@ -1,7 +1,8 @@
-"""FedBiO and FedBiOAcc: local steps on three intertwined sequences, then an average.
+"""FedBiO and FedBiOAcc: local steps on x, y and z together, then an average.
 
-Li, Huang and Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower Level
-Problems", NeurIPS 2023 (an earlier paper of the authors, arXiv 2205.01608, uses the same name for another method).
+Li, Huang and Huang, "Communication-Efficient Federated Bilevel Optimization with Global and Local
+Lower Level Problems", NeurIPS 2023. (An earlier paper of the authors, arXiv 2205.01608, uses the
+same names for other methods.)
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
 
 class State(NamedTuple):
+    """x, y and z: the server's state, and the point of a client."""
+
     x: Tree
     y: Tree
     z: Tree
 
 
+def displacements(now: State, start: State) -> dict[str, Tree]:
+    """Return the reply dx, dy, dz: how far each variable moved."""
+    return {f"d{name}": end - begin for name, end, begin in zip("xyz", now, start, strict=True)}
+
+
 class Local(NamedTuple):
-    here: State
+    """Where a client is, and where it started."""
+
+    now: State
     start: State
 
 
 class Descend(Phase):
-    """I steps on x, y and z; replies with how far each came."""
+    """I steps on x, y and z; replies with their displacements."""
 
     name = "descend"
     batch = "both"
@@ -46,42 +56,77 @@ class Descend(Phase):
     radius: Positive
 
     def start(self, m: Message) -> Local:
-        sent = State(m.x, m.y, m.z)
-        return Local(sent, sent)
+        """Start at the server's point."""
+        start = State(m.x, m.y, m.z)
+        return Local(start, start)
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
-        d = oracle.directions(*c.here, batch)
-        return c._replace(here=self.move(c.here, d, oracle))
+        """Move x, y and z at once, along their directions at the old point."""
+        d = oracle.directions(*c.now, batch)
+        return c._replace(now=self.move(c.now, d, oracle))
 
-    def move(self, at: State, d: Directions, oracle: Oracle) -> State:
+    def move(self, point: State, d: Directions, oracle: Oracle) -> State:
+        """Return the point after one step along d, with z projected to its ball."""
         return State(
-            x=oracle.project_x(at.x - self.lr_x * d.x),
-            y=at.y - self.lr_y * d.y,
-            z=project(at.z - self.lr_z * d.z, self.radius),
+            x=oracle.project_x(point.x - self.lr_x * d.x),
+            y=point.y - self.lr_y * d.y,
+            z=project(point.z - self.lr_z * d.z, self.radius),
         )
 
-    def finish(self, c: Local) -> dict[str, Any]:
-        return {
-            f"d{name}": here - start
-            for name, here, start in zip("xyz", c.here, c.start, strict=True)
-        }
+    def finish(self, c: Local) -> dict[str, Tree]:
+        """Reply with the displacements."""
+        return displacements(c.now, c.start)
 
 
 @register("fedbio")
 @dataclass(frozen=True, kw_only=True)
 class FedBiO(Algorithm):
-    """FedBiO, one round for I local steps (the environment's).
+    """FedBiO: I local steps on x, y and z, then an average; one round per iteration.
 
-    Every client, I times, all right-hand sides at the old point:
+    The linear system of the hypergradient is solved along with the problem, by gradient steps on
+    one z that all clients share. With one local step per round the fixed point is therefore the
+    true solution, on heterogeneous clients too. It is close to `SimFBO`, with fewer settings: there
+    are no server steps, the server takes the average of the clients' points. Choose `FedBiOAcc`
+    where mini-batch noise is the bottleneck, and `ShroFBO` where clients take unequal numbers of
+    steps.
 
-        y <- y - lr_y grad_y g_i,   x <- x - lr_x (grad_x f_i - d2xy g_i z),
-        z <- P_r(z - lr_z (d2yy g_i z - grad_y f_i));
+    Every client repeats I times (the environment's `local_steps`), all right-hand sides at the old
+    point,
 
-    then the server averages x, y and z (z is the paper's u).
+        x <- x - lr_x (grad_x f_i - d2xy g_i z),
+        y <- y - lr_y grad_y g_i,
+        z <- P_r(z - lr_z (d2yy g_i z - grad_y f_i)),
 
-    Departures from print (recalled, not read: the paper was not at hand): one training and one validation batch serve
-    all three directions; with partial participation, which the paper does not analyse, the server keeps x, y, z and
-    adds the cohort's mean displacement.
+    and the server averages x, y and z (the paper calls z u).
+
+    Cost per iteration: one round. Gradients per client: 3 per local step (one fused evaluation).
+    Down: x, y, z. Up: their displacements.
+
+    Departures from print: the paper was not at hand, so the method is written from memory. One
+    training and one validation batch serve all three directions. Under partial participation, which
+    the paper does not analyse, the server keeps x, y and z and adds the cohort's mean
+    displacements.
+
+    References:
+        Li, Huang and Huang, "Communication-Efficient Federated Bilevel Optimization with Global
+        and Local Lower Level Problems", NeurIPS 2023.
+
+    Args:
+        lr_x: Step size of x, a number or a schedule.
+        lr_y: Step size of y, a number or a schedule.
+        lr_z: Step size of z, a number or a schedule.
+        radius: The radius r of the ball that each step projects z onto; an upper bound of the norm
+            of the solution.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> method = fb.algorithms.FedBiO(lr_x=0.05, lr_y=0.5, lr_z=0.5)
+        >>> result = fb.solve(task.problem, task.clients, method, rounds=50)
+        >>> result.status
+        'completed'
+        >>> bool(task.phi(result.x) < task.phi(task.problem.x))
+        True
     """
 
     lr_x: Step = 0.05
@@ -90,15 +135,16 @@ class FedBiO(Algorithm):
     radius: Positive = 1000.0
 
     def init(self, problem: Problem) -> State:
+        """Start at the problem's x and y, with z = 0."""
         x, y = problem.start
         return State(x, y, zeros_like(y))
 
     def iterate(self, s: State, fed: Federation) -> State:
+        """Run one round of local steps, then average."""
         descend = Descend(lr_x=self.lr_x, lr_y=self.lr_y, lr_z=self.lr_z, radius=self.radius)
         r = fed.ask(descend, fed.sample(), x=s.x, y=s.y, z=s.z)
-        return State(
-            fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"), s.z + r.mean("dz")
-        )
+        x = fed.problem.project(s.x + r.mean("dx"))
+        return State(x, s.y + r.mean("dy"), s.z + r.mean("dz"))
 
 
 class AccState(NamedTuple):
@@ -113,14 +159,14 @@ class AccState(NamedTuple):
     begun: bool = False
 
 
-class Moving(NamedTuple):
-    """Where a client is, where it was a step ago, its momenta, and what it was sent."""
+class AccLocal(NamedTuple):
+    """A client's point, its point one step ago, its momenta, and the values it was sent."""
 
     now: State
     before: State
     m: Directions
     start: State
-    sent: Directions
+    start_m: Directions
 
 
 class Begin(Phase):
@@ -132,47 +178,66 @@ class Begin(Phase):
     full: bool = True
 
     def start(self, m: Message) -> State:
+        """Start at the server's point."""
         return State(m.x, m.y, m.z)
 
-    def step(self, at: State, oracle: Oracle, batch: Batch) -> Any:
-        return oracle.directions(*at, batch)
+    def step(self, point: State, oracle: Oracle, batch: Batch) -> Directions:
+        """Evaluate the directions."""
+        return oracle.directions(*point, batch)
 
-    def finish(self, d: Any) -> dict[str, Any]:
+    def finish(self, d: Directions) -> dict[str, Tree]:
+        """Reply with the directions, as momenta."""
         return {"mx": d.x, "my": d.y, "mz": d.z}
 
 
 class DescendStorm(Descend):
-    """I moves, with the momenta renewed between them; replies with how far x, y and z came, keeps the rest."""
+    """I moves along the momenta, which are renewed between them.
+
+    Replies with the displacements of x, y and z. The client remembers the rest: the last renewal
+    needs the averaged point and is the task of `Renew`.
+    """
 
     remembers = True
 
     momentum_weight: Fraction
 
     def start(self, m: Message) -> Any:
+        """Start at the server's point and momenta."""
         point = State(m.x, m.y, m.z)
         momenta = Directions(m.mx, m.my, m.mz)
-        return Moving(point, point, momenta, point, momenta)
+        return AccLocal(point, point, momenta, point, momenta)
 
     def first(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
-        """The momenta that were sent are those of the point that was sent."""
+        """Move along the momenta that were sent: they already belong to the point that was sent."""
         return c._replace(now=self.move(c.now, c.m, oracle), before=c.now)
 
     def step(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
+        """Renew the momenta, then move along them."""
         new = oracle.directions(c.now.x, c.now.y, c.now.z, batch)
         old = oracle.directions(c.before.x, c.before.y, c.before.z, batch)
         m = Directions(*storm(new, c.m, old, self.momentum_weight))
         return self.first(c._replace(m=m), oracle, batch)
 
     def finish(self, c: Any) -> dict[str, Any]:
-        moved = {
-            f"d{name}": now - start for name, now, start in zip("xyz", c.now, c.start, strict=True)
-        }
-        kept = {"before": c.before._asdict(), "m": c.m._asdict(), "sent": c.sent._asdict()}
-        return {**moved, "memory": kept}
+        """Reply with the displacements; remember what `Renew` needs."""
+        memory = {"before": c.before._asdict(), "m": c.m._asdict(), "sent": c.start_m._asdict()}
+        return {**displacements(c.now, c.start), "memory": memory}
+
+
+class RenewLocal(NamedTuple):
+    """The averaged point, the client's last point, its momenta, and the momenta it was sent."""
+
+    average: State
+    before: State
+    m: Directions
+    start_m: Directions
 
 
 class Renew(Phase):
-    """The momenta at the averaged point, on one batch with the client's own last point; replies with their change."""
+    """The momenta at the averaged point; replies with their changes since they were sent.
+
+    STORM's old point is the client's own last one; both are evaluated on one batch.
+    """
 
     name = "renew"
     batch = "both"
@@ -181,70 +246,103 @@ class Renew(Phase):
 
     momentum_weight: Fraction
 
-    def start(self, m: Message) -> Any:
-        kept = m.memory
-        return (
-            State(m.x, m.y, m.z),
-            State(**kept["before"]),
-            Directions(**kept["m"]),
-            Directions(**kept["sent"]),
-        )
+    def start(self, m: Message) -> RenewLocal:
+        """Start at the averaged point, with what `DescendStorm` left in memory."""
+        before = State(**m.memory["before"])
+        momenta = Directions(**m.memory["m"])
+        return RenewLocal(State(m.x, m.y, m.z), before, momenta, Directions(**m.memory["sent"]))
 
-    def step(
-        self, c: tuple[State, State, Directions, Directions], oracle: Oracle, batch: Batch
-    ) -> Any:
-        here, before, m, sent = c
-        new, old = (oracle.directions(*point, batch) for point in (here, before))
-        renewed = storm(new, m, old, self.momentum_weight)
-        return Directions(*(now - then for now, then in zip(renewed, sent, strict=True)))
+    def step(self, c: RenewLocal, oracle: Oracle, batch: Batch) -> Directions:
+        """Renew the momenta, and subtract those that the server sent."""
+        new = oracle.directions(*c.average, batch)
+        old = oracle.directions(*c.before, batch)
+        m = storm(new, c.m, old, self.momentum_weight)
+        return Directions(*(now - then for now, then in zip(m, c.start_m, strict=True)))
 
-    def finish(self, d: Any) -> dict[str, Any]:
+    def finish(self, d: Directions) -> dict[str, Any]:
+        """Reply with the changes of the momenta, and empty the memory."""
         return {"dmx": d.x, "dmy": d.y, "dmz": d.z, "memory": {}}
 
 
 @register("fedbioacc")
 @dataclass(frozen=True, kw_only=True)
 class FedBiOAcc(FedBiO):
-    """FedBiOAcc: FedBiO with variance-reduced momenta, two rounds for I local steps.
+    """FedBiOAcc: `FedBiO` with variance-reduced momenta (STORM), two rounds per iteration.
 
-    Every client, I times:   x <- x - lr_x mx,   y <- y - lr_y my,   z <- P_r(z - lr_z mz),   and after each move
+    Choose it over `FedBiO` where mini-batch noise is the bottleneck: it pays with twice the
+    gradients, a second exchange and momenta on the wire. `LAASFBO` has variance reduction in one
+    round, but starts its momenta afresh in every round.
 
-        m <- d(new point) + (1 - w) (m - d(old point)),   both on one batch,   w = `momentum_weight`,
+    With w = `momentum_weight` and the directions d_x, d_y, d_z of `FedBiO`, every client repeats I
+    times (the environment's `local_steps`)
 
-    with the directions d of `FedBiO`. The last move is averaged first: momenta are renewed at the averaged point, with
-    the client's own last point as the old one, and then averaged too. That is the second exchange.
+        x <- x - lr_x mx,   y <- y - lr_y my,   z <- P_r(z - lr_z mz),
+        m <- d(new; b) + (1 - w) (m - d(old; b))   for each momentum, both on one batch b.
 
-    Departures from print (recalled, not read: the paper was not at hand): those of `FedBiO`; the paper's decreasing
-    alpha_t is a schedule of lr_x, lr_y and lr_z, and w, its c alpha_t^2, one number; momenta begin at the mean
-    full-batch directions, which takes one more round.
+    The server averages x, y and z after the last move, and only then do clients renew their
+    momenta: at the averaged point, with their own last point as the old one. These momenta are
+    averaged too, which is the second exchange.
+
+    Cost per iteration: two rounds, one more in the first iteration for the first momenta. Gradients
+    per client: 6 per local step, and 3 once for the first momenta. Down: x, y, z and their momenta,
+    then x, y, z. Up: the displacements of x, y and z, then the changes of the momenta.
+
+    Departures from print: those of `FedBiO`. The paper's decreasing alpha_t is a schedule of lr_x,
+    lr_y and lr_z, and w, its c alpha_t^2, is one number. Momenta start at the mean full-batch
+    directions, which takes a round.
+
+    References:
+        Li, Huang and Huang, "Communication-Efficient Federated Bilevel Optimization with Global
+        and Local Lower Level Problems", NeurIPS 2023.
+
+    Args:
+        lr_x: Step size of x, a number or a schedule.
+        lr_y: Step size of y, a number or a schedule.
+        lr_z: Step size of z, a number or a schedule.
+        radius: The radius r of the ball that each step projects z onto.
+        momentum_weight: The weight w with which a momentum forgets, in (0, 1]; 1 is no momentum.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> method = fb.algorithms.FedBiOAcc(lr_x=0.05, lr_y=0.5, lr_z=0.5)
+        >>> result = fb.solve(task.problem, task.clients, method, rounds=101)
+        >>> result.history[-1]["iteration"]
+        50
+        >>> bool(task.phi(result.x) < task.phi(task.problem.x))
+        True
     """
 
     momentum_weight: Fraction = 0.25
 
     def init(self, problem: Problem) -> Any:
+        """Start at the problem's x and y, with z = 0 and momenta of 0."""
         x, y, z = super().init(problem)
         return AccState(x, y, z, zeros_like(x), zeros_like(y), zeros_like(z))
 
     def iterate(self, s: Any, fed: Federation) -> Any:
+        """Average the local steps, then the momenta renewed at the average."""
         S = fed.sample()
         if not s.begun:
             r = fed.ask(Begin(), S, x=s.x, y=s.y, z=s.z)
             s = s._replace(mx=r.mean("mx"), my=r.mean("my"), mz=r.mean("mz"), begun=True)
-        descend = DescendStorm(
+        r = fed.ask(self.descend(), S, x=s.x, y=s.y, z=s.z, mx=s.mx, my=s.my, mz=s.mz)
+        x = fed.problem.project(s.x + r.mean("dx"))
+        y = s.y + r.mean("dy")
+        z = s.z + r.mean("dz")
+        renew = Renew(momentum_weight=self.momentum_weight)
+        r = fed.ask(renew, [reply.client for reply in r], x=x, y=y, z=z)
+        mx = s.mx + r.mean("dmx")
+        my = s.my + r.mean("dmy")
+        mz = s.mz + r.mean("dmz")
+        return AccState(x, y, z, mx, my, mz, begun=True)
+
+    def descend(self) -> DescendStorm:
+        """Return the phase with the local steps."""
+        return DescendStorm(
             lr_x=self.lr_x,
             lr_y=self.lr_y,
             lr_z=self.lr_z,
             radius=self.radius,
             momentum_weight=self.momentum_weight,
         )
-        r = fed.ask(descend, S, x=s.x, y=s.y, z=s.z, mx=s.mx, my=s.my, mz=s.mz)
-        x, y, z = fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"), s.z + r.mean("dz")
-        r = fed.ask(
-            Renew(momentum_weight=self.momentum_weight),
-            [reply.client for reply in r],
-            x=x,
-            y=y,
-            z=z,
-        )
-        mx, my, mz = s.mx + r.mean("dmx"), s.my + r.mean("dmy"), s.mz + r.mean("dmz")
-        return AccState(x, y, z, mx, my, mz, begun=True)

@@ -1,7 +1,4 @@
-"""FedMBO: independent chains of Hessian products, one client a factor.
-
-Huang, Zhang and Ji, "Achieving Linear Speedup in Non-IID Federated Bilevel Learning", 2023.
-"""
+"""FedMBO: independent chains of Hessian products, one client per factor."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from fedbilevel.algorithms.shared import (
     Hypergradient,
     LowerGradient,
     UpperGradientY,
+    descend_lower,
     random_hypergradient,
-    settle,
 )
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
@@ -29,26 +26,28 @@ from fedbilevel.federation.phase import Number
 
 
 class State(NamedTuple):
+    """The server's x and y."""
+
     x: Tree
     y: Tree
 
 
 class ChainStart(UpperGradientY):
-    """v = grad_y f_i for one chain."""
+    """v = grad_y f_i for one chain; the server reads every reply by itself."""
 
     name = "chain_start"
     summed = False
 
 
 class ChainProduct(HessianProduct):
-    """d2yy g_i v for one chain."""
+    """d2yy g_i v for one chain; the server reads every reply by itself."""
 
     name = "chain_product"
     summed = False
 
 
-class Hypergradients(Episodes):
-    """T steps on y from the shared start, then a chain of the episode's own Hessian products there."""
+class EpisodeHypergradients(Episodes):
+    """T steps on y from the shared y, then a chain of the episode's own Hessian products there."""
 
     reply: ClassVar = {"h": "x", "dy": "y"}
 
@@ -58,33 +57,63 @@ class Hypergradients(Episodes):
     inner_rounds: Count
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
-        settled = settle(oracle, x, y, batch, self.inner_rounds, self.lr_y)
-        chain = [batch] * self.neumann_steps
-        h = random_hypergradient(oracle, x, settled, chain, self.neumann_lr)
-        return {"h": h, "dy": settled - y}
+        """Return the episode's hypergradient, and the displacement of its y."""
+        adapted = descend_lower(oracle, x, y, batch, self.inner_rounds, self.lr_y)
+        chain = [batch] * self.neumann_steps  # an episode has one batch, so all factors are on it
+        h = random_hypergradient(oracle, x, adapted, chain, self.neumann_lr)
+        return {"h": h, "dy": adapted - y}
 
 
 @register("fedmbo")
 @dataclass(frozen=True, kw_only=True)
 class FedMBO(Algorithm):
-    """FedMBO, at most T + N + 1 rounds an iteration (T = `inner_rounds`, N = `neumann_steps`).
+    """FedMBO: an unbiased estimate from independent chains of Hessian products.
 
-    T times:   y <- y - lr_y mean grad_y g_i(x, y).
-    For each of |C| chains, with a length N' uniform on {0 .. N-1}, clients i_0, i_1, ... uniform on all clients, with
-    replacement, and lambda = `neumann_lr`:
+    FedMBO solves the bilevel problem with the global hypergradient, by a double loop. Choose it
+    over `FedNest` and `AggITD` for partial participation: its chains draw their clients themselves,
+    which keeps them unbiased, and a mean over independent chains reduces also the variance of the
+    random truncation, which one chain for everyone does not. The single-loop methods (`SimFBO`)
+    need fewer rounds. It also solves problems with a private lower level.
 
-        r <- lambda N grad_y f_{i_0};   r <- r - lambda d2yy g_{i_k} r,   k = 1 .. N'.
+    T = `inner_rounds` times   y <- y - lr_y mean grad_y g_i(x, y).   Then, for each of |C| chains,
+    with a length N' uniform on {0 .. N-1}, N = `neumann_steps`, with clients i_0, i_1, ... uniform
+    on all clients, with replacement, and lambda = `neumann_lr`,
 
-    Then x <- x - lr_x mean over chains of (grad_x f_i - d2xy g_i r). Averaging independent chains shrinks the variance
-    of the random truncation too, which one shared chain (FedNest) does not.
+        r <- lambda N grad_y f_{i_0},   r <- r - lambda d2yy g_{i_k} r   for k = 1 .. N',
 
-    Where the lower level is private a local step is an episode with a y and a chain of its own, both on the client: T
-    steps from the shared y, which moves by the mean displacement, and r with the episode's own Hessian; an episode has
-    one batch, so all factors are on it, and all N - 1 are evaluated. One round an iteration.
+    and x <- x - lr_x mean over the chains of (grad_x f_i - d2xy g_i r), again with a new client i.
 
-    Departures from print (recalled, not read: the paper was not at hand): with weights p_i that are not uniform every
-    factor is scaled by n p_i, which keeps it unbiased; the step on x is taken on the server; private lower levels are
-    ours.
+    Where the lower level is private, each local step is an episode with its own y and chain, both
+    on the client: T steps from the shared y, which moves by the mean displacement, and r with the
+    episode's own Hessian.
+
+    Cost per iteration: T + 2 rounds and one per factor of the longest chain, at most T + N + 1.
+    Gradients: 1 per client and lower round, and per chain 1 to start, 2 per factor and 3 to end.
+    Down go x and y in every round, and r with each factor and with the end; up come a tree like y,
+    and like x at the end. Private lower level: one round, T + 2N + 2 gradients per episode (all N -
+    1 factors are evaluated); x and y go down, two trees like them come up.
+
+    Departures from print (recalled, not read: the paper was not at hand): with weights p_i that are
+    not uniform every factor is scaled by n p_i, which keeps it unbiased; the step on x is taken on
+    the server; private lower levels are ours.
+
+    References:
+        Huang, Zhang and Ji, "Achieving Linear Speedup in Non-IID Federated Bilevel Learning", 2023.
+
+    Args:
+        lr_x: Server step size of x, a number or a schedule.
+        lr_y: Server step size of y; of an episode's y where the lower level is private.
+        neumann_lr: The step lambda of the estimate.
+        neumann_steps: The number N of terms that the estimate has in expectation.
+        inner_rounds: The number T of steps on y.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> method = fb.algorithms.FedMBO(inner_rounds=2, neumann_steps=3)
+        >>> result = fb.solve(task.problem, task.clients, method, rounds=20)
+        >>> result.status, 20 <= result.history[-1]["round"] < 26
+        ('completed', True)
     """
 
     lower_levels = ("shared", "private")
@@ -96,40 +125,53 @@ class FedMBO(Algorithm):
     inner_rounds: Count = 1
 
     def init(self, problem: Problem) -> State:
+        """Start at the problem's x and y."""
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
+        """Run T rounds on y, estimate the hypergradient by chains, and move x."""
         if fed.problem.lower_level == "private":
-            own = fed.ask(self.episodes(), fed.sample(), x=s.x, y=s.y)
-            return State(fed.problem.project(s.x - self.lr_x * own.mean("h")), s.y + own.mean("dy"))
-        lam, N, x, y = self.neumann_lr, self.neumann_steps, s.x, s.y
+            return self.iterate_episodes(s, fed)
+        x, y = s
         for _ in range(self.inner_rounds):
             S = fed.sample()
             y = y - self.lr_y * fed.ask(LowerGradient(), S, x=x, y=y).mean("q")
-        lengths = [fed.draw(N) for _ in S]
-        starts = fed.ask(ChainStart(), self.anyone(fed, len(S)), x=x, y=y)
+        chains = self.run_chains(x, y, len(S), fed)
+        clients = self.draw_clients(len(chains), fed)
+        each = [{"p": r} for r in chains]
+        h = fed.ask(Hypergradient(), clients, x=x, y=y, each=each).mean("h")
+        return State(fed.problem.project(x - self.lr_x * h), y)
+
+    def run_chains(self, x: Tree, y: Tree, count: int, fed: Federation) -> list[Tree]:
+        """Return the ends r of this many chains, without those whose start was lost."""
+        lam = self.neumann_lr
+        N = self.neumann_steps
+        lengths = [fed.draw(N) for _ in range(count)]
+        starts = fed.ask(ChainStart(), self.draw_clients(count, fed), x=x, y=y)
         r = {reply.position: lam * N * reply.weight * reply.values["v"] for reply in starts}
         for k in range(1, max(lengths) + 1):
             busy = [j for j in r if lengths[j] >= k]
-            if busy:
-                each = [{"v": r[j]} for j in busy]
-                for reply in fed.ask(
-                    ChainProduct(), self.anyone(fed, len(busy)), x=x, y=y, each=each
-                ):
-                    j = busy[reply.position]
-                    r[j] = r[j] - lam * reply.weight * reply.values["hv"]
-        each = [{"p": chain} for chain in r.values()]
-        h = fed.ask(Hypergradient(), self.anyone(fed, len(r)), x=x, y=y, each=each).mean("h")
-        return State(fed.problem.project(x - self.lr_x * h), y)
+            if not busy:
+                continue
+            clients = self.draw_clients(len(busy), fed)
+            each = [{"v": r[j]} for j in busy]
+            for reply in fed.ask(ChainProduct(), clients, x=x, y=y, each=each):
+                j = busy[reply.position]
+                r[j] = r[j] - lam * reply.weight * reply.values["hv"]
+        return list(r.values())
 
-    def episodes(self) -> Hypergradients:
-        return Hypergradients(
+    def draw_clients(self, count: int, fed: Federation) -> list[int]:
+        """Draw clients uniformly, with replacement."""
+        return [fed.draw(len(fed)) for _ in range(count)]
+
+    def iterate_episodes(self, s: State, fed: Federation) -> State:
+        """Run one iteration where the lower level is private."""
+        phase = EpisodeHypergradients(
             lr_y=self.lr_y,
             neumann_lr=self.neumann_lr,
             neumann_steps=self.neumann_steps,
             inner_rounds=self.inner_rounds,
         )
-
-    def anyone(self, fed: Federation, count: int) -> list[int]:
-        """Clients drawn uniformly, with replacement."""
-        return [fed.draw(len(fed)) for _ in range(count)]
+        r = fed.ask(phase, fed.sample(), x=s.x, y=s.y)
+        x = fed.problem.project(s.x - self.lr_x * r.mean("h"))
+        return State(x, s.y + r.mean("dy"))

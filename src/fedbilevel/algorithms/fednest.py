@@ -1,26 +1,23 @@
-"""FedNest and LFedNest: nested loops, each made of communication rounds.
-
-Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: Federated Bilevel, Minimax, and Compositional Optimization", ICML
-2022.
-"""
+"""FedNest and LFedNest: nested loops, each made of communication rounds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import (
+    Evaluation,
     HessianProduct,
     Hypergradient,
     LowerGradient,
     LowerRound,
-    Once,
+    UpperCarry,
     UpperGradientY,
     UpperRound,
-    Walk,
-    own_hypergradient,
+    neumann_hypergradient,
 )
 from fedbilevel.core.linear import neumann_sum, random_product
 from fedbilevel.core.oracle import Oracle
@@ -33,29 +30,15 @@ from fedbilevel.federation.phase import Message, Number, Phase
 
 
 class State(NamedTuple):
+    """The server's x and y."""
+
     x: Tree
     y: Tree
 
 
-class PrivatePower(Once):
-    """c_i <- c_i - lr d2yy g_i c_i: the published code lets each client multiply by its own Hessian only."""
-
-    name = "private_power"
-    fixed_x = True
-    batch = "train"
-    reply: ClassVar = {"c": "y"}
-    summed = False
-
-    neumann_lr: Positive
-
-    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
-        product = oracle.hessian_product(m["x"], m["y"], m["c"], batch)
-        return {"c": m["c"] - self.neumann_lr * product}
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Nested(Algorithm):
-    """What both variants share: T = `inner_rounds` rounds on y."""
+class _NestedLoops(Algorithm):
+    """What both variants share: the settings, and FedInn, T = `inner_rounds` rounds on y."""
 
     lr_x: Step = 0.01
     lr_y: Step = 0.003
@@ -66,16 +49,17 @@ class _Nested(Algorithm):
     lower_steps: StepsOrEpochs = "5 epochs"
     upper_steps: StepsOrEpochs = None
 
-    def init(self, problem: Problem) -> State:
-        return State(*problem.start)
-
     @property
     def as_coded(self) -> bool:
-        """Whether phases do what FedNest's published code does."""
+        """Whether phases do as the published code of FedNest does."""
         return False
 
-    def inner(self, x: Tree, y: Tree, fed: Federation) -> Tree:
-        """FedInn, T times."""
+    def init(self, problem: Problem) -> State:
+        """Start at the problem's x and y."""
+        return State(*problem.start)
+
+    def fed_inn(self, x: Tree, y: Tree, fed: Federation) -> Tree:
+        """FedInn, T times: return the new y."""
         for _ in range(self.inner_rounds):
             S = fed.sample()
             correction = {}
@@ -85,6 +69,7 @@ class _Nested(Algorithm):
         return y
 
     def lower_round(self) -> LowerRound:
+        """Return the phase of a lower round at this iteration's step sizes."""
         return LowerRound(
             lr_y=self.lr_y,
             lower=self.lower,
@@ -93,31 +78,106 @@ class _Nested(Algorithm):
         )
 
 
+class PrivatePower(Evaluation):
+    """c_i <- c_i - lambda d2yy g_i c_i, with the client's own Hessian, as in the published code."""
+
+    name = "private_power"
+    fixed_x = True
+    batch = "train"
+    reply: ClassVar = {"c": "y"}
+    summed = False
+
+    neumann_lr: Positive
+
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Multiply c_i by one factor."""
+        product = oracle.hessian_product(m["x"], m["y"], m["c"], batch)
+        return {"c": m["c"] - self.neumann_lr * product}
+
+
 @register("fednest")
 @dataclass(frozen=True, kw_only=True)
-class FedNest(_Nested):
-    """FedNest, 2T + N + 3 rounds an iteration (T = `inner_rounds`, N = `neumann_steps`; T fewer with `lower="sgd"`).
+class FedNest(_NestedLoops):
+    """FedNest: rounds on y, then a federated Neumann sum, then a round on x.
 
-    FedInn, T times: q = mean grad_y g_i(x, y); on each client, tau_i times,
-        y_i <- y_i - lr_y (grad_y g_i(x, y_i) - grad_y g_i(x, y) + q);   then y <- y + mean (y_i - y).
-    FedIHGP, with v = mean grad_y f_i, lambda = `neumann_lr` and a mean Hessian product a round:
-        p = lambda sum_{k <= N} (I - lambda H)^k v                               (`truncation="sum"`)
-        p = lambda N (I - lambda H)^N' v,   N' drawn uniformly from {0 .. N-1}     (`truncation="random"`, as published)
-    FedOut: h = mean (grad_x f_i - d2xy g_i p); on each client, tau_i times,
-        x_i <- x_i - lr_x (h - grad_x f_i(x, y) + grad_x f_i(x_i, y));   then x <- x + mean (x_i - x).
+    FedNest solves the bilevel problem with the global hypergradient, by nested loops. It is the
+    classic that other papers compare with. Choose `AggITD` for fewer rounds with the same kind of
+    steps, a single-loop method (`SimFBO`) for one round per iteration, `LFedNest` for cheap rounds
+    where clients are alike.
 
-    Departures from print: the Neumann sum is deterministic by default; clients send displacements. A new cohort is
-    drawn for every lower round, for v, for every factor of p, and for h with the steps on x: with one cohort for v and
-    h their product would be biased.
+    FedInn, T = `inner_rounds` times: q = mean grad_y g_i(x, y); each client, tau_i times,
 
-    `compat="reference"` does what the published code does, which is not the published algorithm: each client multiplies
-    by its own Hessian only, and the server averages the proposals of all factors so far, so that
+        y_i <- y_i - lr_y (grad_y g_i(x, y_i) - grad_y g_i(x, y) + q),   then y <- y + mean (y_i -
+        y).
 
-        p = lambda (v + sum_{k <= N} (1/k) mean_i (I - lambda H_i)^k v);
+    FedIHGP, with v = mean grad_y f_i, lambda = `neumann_lr`, N = `neumann_steps`, and a round for
+    each product with the mean Hessian H:
 
-    one cohort serves p and x, gradients are full-batch, and a loss with dropout draws a mask of its own for each of the
-    two gradients of a corrected step. (The code has one number for lambda and lr_x.) Our server
-    holds the clients' private vectors for them: a factor moves one vector more each way.
+        truncation="sum":     p = lambda sum_{k <= N} (I - lambda H)^k v
+        truncation="random":  p = lambda N (I - lambda H)^N' v,   N' uniform on {0 .. N-1}
+
+    FedOut: h = mean (grad_x f_i - d2xy g_i p); each client, tau_i times,
+
+        x_i <- x_i - lr_x (h - grad_x f_i(x, y) + grad_x f_i(x_i, y)),   then x <- x + mean (x_i -
+        x).
+
+    Cost per iteration: 2T + N + 3 rounds, T fewer with `lower="sgd"`; with `truncation="random"` N'
+    in place of N. Gradients per client: 1 + 2 (tau - 1) for each FedInn of tau steps (tau with
+    "sgd"), 1 for v, 2 per product, 3 for h, and 2 (tau - 1) for the steps on x. Down go x and y in
+    every round, with q, the vector of the product, p or h where they are used; up comes a tree like
+    y per round, and like x in the last two.
+
+    Departures from print: the Neumann sum is deterministic by default; "random" is as published.
+    Clients send displacements. A new cohort is drawn for every lower round, for v, for every factor
+    of p, and for h with the steps on x: with one cohort for v and h their product would be biased.
+
+    `compat="reference"` does what the published code does, which is not the published algorithm
+    (docs/errata.md): each client multiplies by its own Hessian H_i only, and the server averages
+    the proposals of all factors so far, so that
+
+        p = lambda (v + sum_{1 <= k <= N} (1/k) mean_i (I - lambda H_i)^k v).
+
+    One cohort then serves p and x, gradients are full-batch, and a loss with dropout draws its own
+    mask for each of the two gradients of a corrected step. (The code has one number for lambda and
+    lr_x.) Our server holds the clients' private vectors for them, so that each factor moves one
+    more vector each way than in the code.
+
+    References:
+        Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: Federated Bilevel, Minimax, and
+        Compositional Optimization", ICML 2022. Code: github.com/ucr-optml/FedNest.
+
+    Args:
+        lr_x: Local step size of x, a number or a schedule.
+        lr_y: Local step size of y.
+        neumann_lr: The step lambda of the estimate.
+        neumann_steps: The number N of Hessian products.
+        inner_rounds: The number T of calls of FedInn.
+        lower: "svrg", lower rounds corrected by q; or "sgd", plain local steps.
+        lower_steps: Local steps per lower round: a number, "N epochs", or None for the
+        environment's.
+        upper_steps: Local steps of the upper round, likewise.
+        truncation: "sum" or "random".
+        compat: "reference" for what the published code does, or None.
+
+    Example:
+        An iteration takes 2 * 2 + 10 + 3 rounds:
+
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> method = fb.algorithms.FedNest(
+        ...     inner_rounds=2, neumann_steps=10, lr_x=0.2, lr_y=0.5, neumann_lr=1.0
+        ... )
+        >>> result = fb.solve(
+        ...     task.problem,
+        ...     task.clients,
+        ...     method,
+        ...     rounds=5 * 17,
+        ...     evaluate=task.evaluate,
+        ...     every=5 * 17,
+        ... )
+        >>> start, end = (row["hypergradient_norm"] for row in result.history)
+        >>> result.history[-1]["iteration"], end < 0.5 * start
+        (5, True)
     """
 
     truncation: Literal["sum", "random"] = "sum"
@@ -125,32 +185,28 @@ class FedNest(_Nested):
 
     @property
     def as_coded(self) -> bool:
+        """Whether phases do as the published code does."""
         return self.compat == "reference"
 
     def iterate(self, s: State, fed: Federation) -> State:
-        x, y = s.x, self.inner(s.x, s.y, fed)
+        """Run FedInn, FedIHGP and FedOut."""
+        x = s.x
+        y = self.fed_inn(s.x, s.y, fed)
         S = fed.sample()
-        R = S if self.as_coded else fed.sample()
-        v = fed.ask(UpperGradientY(full=self.as_coded), R, x=x, y=y).mean("v")
+        S_v = S if self.as_coded else fed.sample()
+        v = fed.ask(UpperGradientY(full=self.as_coded), S_v, x=x, y=y).mean("v")
         if self.as_coded:
-            p = self.reference_product(x, y, v, S, fed)
+            p = self.reference_ihgp(x, y, v, S, fed)
         else:
-            p = self.inverse_product(x, y, v, fed)
+            p = self.fed_ihgp(x, y, v, fed)
         h = fed.ask(Hypergradient(full=self.as_coded), S, x=x, y=y, p=p).mean("h")
         x = x + fed.ask(self.upper_round(), S, x=x, y=y, h=h).mean("dx")
         return State(fed.problem.project(x), y)
 
-    def upper_round(self) -> UpperRound:
-        return UpperRound(
-            lr_x=self.lr_x,
-            steps=self.upper_steps or "local",
-            full=self.as_coded,
-            as_coded=self.as_coded,
-        )
-
-    def inverse_product(self, x: Tree, y: Tree, v: Tree, fed: Federation) -> Tree:
-        """FedIHGP: an estimate of [mean H]^-1 v."""
-        lam, N = self.neumann_lr, self.neumann_steps
+    def fed_ihgp(self, x: Tree, y: Tree, v: Tree, fed: Federation) -> Tree:
+        """FedIHGP: return an estimate p of [mean H]^-1 v."""
+        lam = self.neumann_lr
+        N = self.neumann_steps
 
         def product(v: Tree) -> Tree:
             return fed.ask(HessianProduct(), fed.sample(), x=x, y=y, v=v).mean("hv")  # type: ignore[no-any-return]
@@ -159,24 +215,33 @@ class FedNest(_Nested):
             return neumann_sum(product, v, N + 1, lam)
         return random_product(product, v, N, lam, fed.draw(N))
 
-    def reference_product(self, x: Tree, y: Tree, v: Tree, S: list[int], fed: Federation) -> Tree:
-        """As coded: powers of local Hessians, the k-th weighted 1/k."""
-        private, p = dict.fromkeys(S, v), v
+    def reference_ihgp(self, x: Tree, y: Tree, v: Tree, S: list[int], fed: Federation) -> Tree:
+        """FedIHGP as coded: powers of local Hessians, the k-th weighted by 1/k."""
+        power = PrivatePower(neumann_lr=self.neumann_lr, full=True)
+        private = dict.fromkeys(S, v)
+        p = v
         for k in range(1, self.neumann_steps + 1):
-            r = fed.ask(
-                PrivatePower(neumann_lr=self.neumann_lr, full=True),
-                S,
-                x=x,
-                y=y,
-                each=[{"c": private[i]} for i in S],
-            )
+            each = [{"c": private[i]} for i in S]
+            r = fed.ask(power, S, x=x, y=y, each=each)
             private |= {reply.client: reply.values["c"] for reply in r}
             p = p + r.mean("c") / k
         return self.neumann_lr * p
 
+    def upper_round(self) -> UpperRound:
+        """Return the phase of the upper round at this iteration's step sizes."""
+        return UpperRound(
+            lr_x=self.lr_x,
+            steps=self.upper_steps or "local",
+            full=self.as_coded,
+            as_coded=self.as_coded,
+        )
+
 
 class LocalUpperRound(Phase):
-    """tau_i steps x_i <- x_i - lr_x (grad_x f_i - d2xy g_i p_i), p_i its own Neumann sum; replies with x_i - x."""
+    """tau_i local steps on x along the client's own hypergradient; replies with x_i - x.
+
+    x_i <- x_i - lr_x (grad_x f_i - d2xy g_i p_i), with p_i the client's own Neumann sum
+    """
 
     name = "local_upper_round"
     batch = "both"
@@ -186,39 +251,79 @@ class LocalUpperRound(Phase):
     neumann_lr: Positive
     neumann_steps: Count
 
-    def start(self, m: Message) -> Walk:
-        return Walk(m.x, m.x, m.y, ())
+    def start(self, m: Message) -> UpperCarry:
+        """Start at the server's x."""
+        return UpperCarry(x_i=m.x, x=m.x, y=m.y, h=Tree())
 
-    def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
+    def step(self, c: UpperCarry, oracle: Oracle, batch: Batch) -> UpperCarry:
+        """Take one step on x_i."""
         terms = self.neumann_steps + 1
-        d = own_hypergradient(oracle, c.here, c.other, batch, terms, self.neumann_lr)
-        return c._replace(here=oracle.project_x(c.here - self.lr_x * d))
+        d = neumann_hypergradient(oracle, c.x_i, c.y, batch, terms, self.neumann_lr)
+        return c._replace(x_i=oracle.project_x(c.x_i - self.lr_x * d))
 
-    def finish(self, c: Walk) -> dict[str, Any]:
-        return {"dx": c.here - c.start}
+    def finish(self, c: UpperCarry) -> dict[str, Tree]:
+        """Reply with the displacement."""
+        return {"dx": c.x_i - c.x}
 
 
 @register("lfednest")
 @dataclass(frozen=True, kw_only=True)
-class LFedNest(_Nested):
-    """LFedNest, T + 1 rounds an iteration (2T + 1 with `lower="svrg"`): everything above is local.
+class LFedNest(_NestedLoops):
+    """LFedNest: FedNest with local hypergradients, in few rounds; biased where clients differ.
 
-    FedInn as in `FedNest` (by default its SGD type), then on each client, tau_i times,
+    Each client inverts its own Hessian. Choose it over `FedNest` where clients are alike and rounds
+    are expensive: on heterogeneous clients the mean of local hypergradients is not the
+    hypergradient, and it solves another problem.
 
-        p_i = lambda sum_{k <= N} (I - lambda d2yy g_i)^k grad_y f_i,   x_i <- x_i - lr_x (grad_x f_i - d2xy g_i p_i),
+    FedInn as in `FedNest`, by default its SGD type. Then each client, tau_i times, with
+    lambda = `neumann_lr` and N = `neumann_steps`,
 
-    and x <- x + mean (x_i - x). It averages local hypergradients: on heterogeneous clients it solves another problem.
+        p_i = lambda sum_{k <= N} (I - lambda d2yy g_i)^k grad_y f_i,
+        x_i <- x_i - lr_x (grad_x f_i - d2xy g_i p_i),
+
+    and x <- x + mean (x_i - x).
+
+    Cost per iteration: T + 1 rounds, T = `inner_rounds` (2T + 1 with `lower="svrg"`). Gradients per
+    client: 1 per local step on y (those of `FedNest` with "svrg"), 2N + 4 per local step on x. x
+    and y go down; a tree like y comes up from each FedInn, one like x at the end.
+
+    Departures from print: clients send displacements, and the server adds their mean.
+
+    References:
+        Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: Federated Bilevel, Minimax, and
+        Compositional Optimization", ICML 2022.
+
+    Args:
+        lr_x: Local step size of x, a number or a schedule.
+        lr_y: Local step size of y.
+        neumann_lr: The step lambda of the Neumann sum.
+        neumann_steps: The number N of its Hessian products; it has N + 1 terms.
+        inner_rounds: The number T of calls of FedInn.
+        lower: "sgd", plain local steps; or "svrg", lower rounds corrected by the mean gradient.
+        lower_steps: Local steps per lower round: a number, "N epochs", or None for the
+        environment's.
+        upper_steps: Local steps of the upper round, likewise.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> method = fb.algorithms.LFedNest(inner_rounds=2)
+        >>> result = fb.solve(task.problem, task.clients, method, rounds=4 * 3)
+        >>> result.status, result.history[-1]["iteration"]
+        ('completed', 4)
     """
 
     solves = "local"
     lower: Literal["svrg", "sgd"] = "sgd"
 
     def iterate(self, s: State, fed: Federation) -> State:
-        y = self.inner(s.x, s.y, fed)
+        """Run FedInn, and one round of local steps on x."""
+        y = self.fed_inn(s.x, s.y, fed)
         x = s.x + fed.ask(self.upper_round(), fed.sample(), x=s.x, y=y).mean("dx")
         return State(fed.problem.project(x), y)
 
     def upper_round(self) -> LocalUpperRound:
+        """Return the phase of the upper round at this iteration's step sizes."""
         return LocalUpperRound(
             lr_x=self.lr_x,
             neumann_lr=self.neumann_lr,

@@ -1,7 +1,7 @@
-"""OAP: online adaptive pruning, every client its own part of the current model, together all of it.
+"""OAP: online adaptive pruning. Every client trains its own part of the current model.
 
-Zhou, Lan, Venkataramani and Ding, "Every Parameter Matters: Ensuring the Convergence of Federated Learning with Dynamic
-Heterogeneous Models Reduction", NeurIPS 2023.
+Zhou, Lan, Venkataramani and Ding, "Every Parameter Matters: Ensuring the Convergence of Federated
+Learning with Dynamic Heterogeneous Models Reduction", NeurIPS 2023.
 """
 
 from __future__ import annotations
@@ -10,128 +10,230 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms.fedavg import FedAvg, Gradients, State, Train, Training, TrainOnEpisodes
+from fedbilevel.algorithms.fedavg import (
+    FedAvg,
+    Gradients,
+    Part,
+    State,
+    Train,
+    Training,
+    TrainOnEpisodes,
+)
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared_submodels import budget, held_mean, magnitudes, maskable
+from fedbilevel.algorithms.shared_submodels import (
+    magnitudes,
+    maskable,
+    masked_mean,
+    weight_budget,
+)
 from fedbilevel.core.settings import Fraction
-from fedbilevel.core.submodels import Pick, Submodel, choose, importance
+from fedbilevel.core.submodels import Submodel, UnitSelector, choose_submodels, importance
 from fedbilevel.core.tree import Tree, unflatten
 from fedbilevel.federation import Federation
 
-GOLDEN = (5**0.5 - 1) / 2
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
-def deal(largest: Pick, core: float, t: int) -> Pick:
-    """The ceil(core total) largest for everybody; the rest, in that order, in slices that follow each other from client
-    to client, so that everything is held whenever the slices suffice for once around. In iteration t they begin at
-    t times the golden section of the rest, so that they get everywhere soon where they do not."""
-    dealt: dict[str, int] = defaultdict(int)
+def core_and_slices(largest: UnitSelector, core: float, t: int) -> UnitSelector:
+    """Give everyone the largest units, and each client another slice of the rest.
 
-    def pick(axis: str, total: int, count: int, group: int) -> Tensor:
-        order, head = largest(axis, total, total, group), math.ceil(core * total)
-        top, rest = order[: min(head, count)], order[head:]
-        own = count - len(top)
-        if not own:
+    Everyone holds the ceil(core total) largest. The rest, in order of size, is cut into slices that
+    follow each other from client to client, so that everything is held whenever the slices suffice
+    to go around once. In iteration t they start at t times the golden ratio (mod 1) of the rest:
+    where they do not suffice, they still reach everything within few iterations.
+
+    Args:
+        largest: The selector of the largest units, in descending order.
+        core: The share of units that everyone holds.
+        t: The iteration.
+
+    Returns:
+        A selector, to be called once per client and axis.
+    """
+    offsets: dict[str, int] = defaultdict(int)
+
+    def select(axis: str, total: int, count: int, group: int) -> Tensor:
+        order = largest(axis, total, total, group)
+        core_count = math.ceil(core * total)
+        top = order[: min(core_count, count)]
+        rest = order[core_count:]
+        slice_length = count - len(top)
+        if not slice_length:
             return top
-        first = int(t * GOLDEN % 1 * len(rest)) + dealt[axis]
-        dealt[axis] += own
-        return torch.cat([top, rest[(first + torch.arange(own)) % len(rest)]])
+        first = int(t * GOLDEN_RATIO % 1 * len(rest)) + offsets[axis]
+        offsets[axis] += slice_length
+        return torch.cat([top, rest[(first + torch.arange(slice_length)) % len(rest)]])
 
-    return pick
+    return select
 
 
 class MaskedTraining(Training):
     """Steps on the weights that a client's mask m_i holds: w <- w - lr m_i grad g_i(w m_i)."""
 
-    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Any) -> tuple[Tree, Tree]:
+    def descend(self, gradients: Gradients, x: Tree, y: Tree, part: Part) -> tuple[Tree, Tree]:
+        """Take one step on the weights that the mask holds."""
         d_x, d_y = gradients(x.map(torch.mul, part["x"]), y.map(torch.mul, part["y"]))
         x = x - self.lr_x * d_x.map(torch.mul, part["x"])
-        return x, y - self.lr_y * d_y.map(torch.mul, part["y"])
+        y = y - self.lr_y * d_y.map(torch.mul, part["y"])
+        return x, y
 
 
 class TrainMasked(MaskedTraining, Train):
-    """On batches."""
+    """Masked training on batches."""
 
 
 class TrainMaskedOnEpisodes(MaskedTraining, TrainOnEpisodes):
-    """On episodes."""
+    """Masked training on episodes."""
 
 
 @register("oap")
 @dataclass(frozen=True, kw_only=True)
 class OAP(FedAvg):
-    """OAP: FedAvg with masks on single weights, one for each client, chosen anew in each iteration.
+    """OAP: FedAvg with a mask per client on single weights, renewed in each iteration.
 
-    Client i holds, by its mask m_i, int(r_i^2 d) of d weights, about as many as a submodel of width r_i has:
+    A single-level baseline for clients that can train only some of the weights. Every weight is
+    held by somebody whenever the budgets allow: the minimum coverage index, on which the paper's
+    rate depends, is then at least 1. Masks save neither computation nor bytes here; choose
+    `OAPStructured` for networks that are really smaller, and `FIARSE` for masks that training
+    itself adapts.
 
-        the ceil(core d) largest |w|, which everybody holds, and a slice of the rest, another for each client,
+    Client i of capacity r_i holds, by its mask m_i, int(r_i^2 d) of d weights, about as many as a
+    submodel of width r_i has:
 
-    so that every weight is held by somebody whenever the budgets allow: the minimum coverage index, on which the rate
-    depends, is then at least 1. From w m_i a client takes steps w <- w - lr m_i grad g_i(w m_i). Displacements are
-    averaged in each coordinate over the clients that hold it, and where nobody does it stays.
+        the ceil(core d) largest |w|, which everyone holds,
+        and of the rest another slice per client.
 
-    Tensors keep their shape, so a client computes and sends as much as with the whole model, and gets its mask besides,
-    a byte a weight; the ledger counts that.
+    From the server's w = (x, y) it takes the local steps
 
-    Departures from print (recalled, not read: the paper was not at hand): it leaves the masks open, so the recipe is
-    ours; `submodel.maskable` says what is not masked.
+        w <- w - lr m_i grad g_i(w m_i),
+
+    on batches or on episodes. Displacements are averaged in each coordinate over the clients that
+    hold it; where nobody does, the coordinate stays.
+
+    Cost per iteration: one round. Gradients per client: those of `FedAvg` (1 per local step).
+    Tensors keep their shapes, so a client computes and sends as much as with the whole model. Down:
+    x, y and the mask, one byte per weight. Up: the displacements of x and y.
+
+    Departures from print: the paper was not at hand, so the method is written from memory. It
+    leaves the masks open: this recipe is ours. Tensors that start with equal entries, such as norm
+    layers, are not masked.
+
+    References:
+        Zhou, Lan, Venkataramani and Ding, "Every Parameter Matters: Ensuring the Convergence of
+        Federated Learning with Dynamic Heterogeneous Models Reduction", NeurIPS 2023.
+
+    Args:
+        lr_x: Step size of x, a number or a schedule.
+        lr_y: Step size of y, a number or a schedule.
+        server_lr: Factor of the mean displacement.
+        train: What is trained: "both", or "y" to leave x at its start.
+        episode_steps: Gradient steps per episode; used with a private lower level only.
+        core: The share of the weights that everyone holds, in (0, 1].
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=8)
+        >>> small = fb.Environment(capacity=0.5, batch_size=16)
+        >>> method = fb.algorithms.OAP(lr_y=0.5, train="y")
+        >>> result = fb.solve(task.problem, task.clients, method, rounds=3, environment=small)
+        >>> result.history[-1]["lower_loss"] < result.history[0]["lower_loss"]
+        True
     """
 
     submodels = True
-    on_batches = TrainMasked
-    on_episodes = TrainMaskedOnEpisodes
+    batch_phase = TrainMasked
+    episode_phase = TrainMaskedOnEpisodes
 
     core: Fraction = 0.002
 
     def iterate(self, s: State, fed: Federation) -> State:
+        """Run one round; average each weight over the clients that hold it."""
         S = fed.sample()
         masks = self.masks(s, fed, S)
         r = fed.ask(self.phase(fed), S, x=s.x, y=s.y, each=[{"part": mask} for mask in masks])
-        dx = held_mean(fed, r, "dx", [masks[reply.position]["x"] for reply in r])
-        dy = held_mean(fed, r, "dy", [masks[reply.position]["y"] for reply in r])
+        dx = masked_mean(fed, r, "dx", [masks[reply.position]["x"] for reply in r])
+        dy = masked_mean(fed, r, "dy", [masks[reply.position]["y"] for reply in r])
         return self.move(s, dx, dy, fed)
 
     def masks(self, s: State, fed: Federation, S: Sequence[int]) -> list[dict[str, Tree]]:
-        """m_i for x and for y."""
-        w, each = maskable(fed.problem, s.x, s.y), []
-        everything = {
-            name: torch.ones_like(t, dtype=torch.bool) for name, t in {**s.x, **s.y}.items()
-        }
+        """Return the masks m_i of the clients S, for x and for y."""
+        w = maskable(fed.problem, s.x, s.y)
         order = magnitudes(w).argsort(descending=True, stable=True)
-        pick = deal(lambda axis, total, count, group: order[:count], self.core, fed.iteration)
-        for place, ratios in enumerate(fed.environment.capacities(S)):
+
+        def largest(axis: str, total: int, count: int, group: int) -> Tensor:
+            return order[:count]
+
+        def everything(tensor: Tensor) -> Tensor:
+            return torch.ones_like(tensor, dtype=torch.bool)
+
+        whole = Tree({**s.x, **s.y}).map(everything)
+        select = core_and_slices(largest, self.core, fed.iteration)
+        masks = []
+        for position, ratios in enumerate(fed.environment.capacities(S)):
+            count = min(weight_budget(w, s.x, ratios), len(order))
             held = torch.zeros_like(order, dtype=torch.bool)
-            held[pick("", len(order), min(budget(w, s.x, ratios), len(order)), place)] = True
-            mask = {**everything, **unflatten(held, w)}
-            each.append(
-                {
-                    "x": Tree({name: mask[name] for name in s.x}),
-                    "y": Tree({name: mask[name] for name in s.y}),
-                }
-            )
-        return each
+            held[select("", len(order), count, position)] = True
+            mask = {**whole, **unflatten(held, w)}
+            mask_x = Tree({name: mask[name] for name in s.x})
+            mask_y = Tree({name: mask[name] for name in s.y})
+            masks.append({"x": mask_x, "y": mask_y})
+        return masks
 
 
 @register("oap-structured")
 @dataclass(frozen=True, kw_only=True)
 class OAPStructured(HeteroFL):
-    """HeteroFL with OAP's choice over whole units.
+    """OAP's choice over whole units: HeteroFL on submodels that together cover all units.
 
-    Of the K units of an axis everybody holds the ceil(core K) with the largest weights, and of the others each client a
-    slice of its own. Ours, for networks that are really smaller: print masks single weights, as far as we recall.
-    Somebody holds every unit whenever the budgets allow; a weight between units of two clients' slices may be held by
-    neither.
+    Choose it over `OAP` for networks that are really smaller, and over `HeteroFL` where no client
+    can hold the whole model. Every unit is held by somebody whenever the budgets allow; a weight
+    between units of two clients' slices may still be held by neither.
+
+    Of the K units of an axis client i of capacity r_i holds ceil(r_i K):
+
+        the ceil(core K) with the largest weights, which everyone holds,
+        and of the rest another slice per client.
+
+    Clients train and are averaged as in `HeteroFL`.
+
+    Cost per iteration: that of `HeteroFL`: one round, 1 gradient per client and local step. Down:
+    the submodel's x and y. Up: their displacements.
+
+    Departures from print: the method is ours: print masks single weights, as far as we recall.
+
+    References:
+        After Zhou, Lan, Venkataramani and Ding, "Every Parameter Matters: Ensuring the Convergence
+        of Federated Learning with Dynamic Heterogeneous Models Reduction", NeurIPS 2023.
+
+    Args:
+        lr_x: Step size of x, a number or a schedule.
+        lr_y: Step size of y, a number or a schedule.
+        server_lr: Factor of the mean displacement; 1 averages the clients' weights.
+        train: What is trained: "both", or "y" to leave x at its start.
+        episode_steps: Gradient steps per episode; used with a private lower level only.
+        core: The share of the units that everyone holds, in (0, 1].
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=8)
+        >>> small = fb.Environment(capacity=0.5, batch_size=16)
+        >>> method = fb.algorithms.OAPStructured(lr_y=0.5, train="y")
+        >>> result = fb.solve(task.problem, task.clients, method, rounds=3, environment=small)
+        >>> result.history[-1]["lower_loss"] < result.history[0]["lower_loss"]
+        True
     """
 
     core: Fraction = 0.03
 
-    def hold(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
+    def assign(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
+        """Return the largest units and a slice of the rest, for each client of S."""
         axes = fed.problem.axes
-        pick = deal(importance(axes, {**s.x, **s.y}), self.core, fed.iteration)
-        return choose(axes, s.x, s.y, pick, fed.environment.capacities(S), groups=range(len(S)))
+        ratios = fed.environment.capacities(S)
+        largest = importance(axes, {**s.x, **s.y})
+        select = core_and_slices(largest, self.core, fed.iteration)
+        return choose_submodels(axes, s.x, s.y, select, ratios, groups=range(len(S)))

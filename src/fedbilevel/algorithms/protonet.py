@@ -1,4 +1,4 @@
-"""ProtoNet, distributed: the backbone on which the means of a class's samples tell classes apart.
+"""ProtoNet, distributed: a backbone whose class means tell classes apart.
 
 Snell, Swersky and Zemel, "Prototypical Networks for Few-shot Learning", NeurIPS 2017.
 """
@@ -6,7 +6,7 @@ Snell, Swersky and Zemel, "Prototypical Networks for Few-shot Learning", NeurIPS
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import Episodes
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Batch, Data, Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
@@ -23,53 +23,100 @@ from fedbilevel.federation.environment import Environment
 
 
 class State(NamedTuple):
+    """The server's x and y; y stays at its start."""
+
     x: Tree
     y: Tree
 
 
-def prototype_loss(support: Any, query: Any) -> Tensor:
-    """The mean over queries of -log softmax over classes k of -||q - c_k||^2, at the query's own class.
+def features_and_labels(side: Data) -> tuple[Tensor, Tensor]:
+    """Return the features, one row per sample, and the labels that `embed` returned."""
+    if isinstance(side, dict) and {"features", "labels"} <= side.keys():
+        return side["features"].flatten(1), side["labels"]
+    kind = type(side).__name__
+    if isinstance(side, dict):
+        kind = f"dict with {', '.join(side)}"
+    raise ValueError(f"embed returned a {kind}; protonet needs a dict with 'features' and 'labels'")
 
-    A class is in the softmax once for each of its n support samples, each time with weight 1/n, so that nobody needs to
-    know how many classes there are; ||q||^2 is the same for all of them and left out.
+
+def prototype_loss(support: Data, query: Data) -> Tensor:
+    """Return the mean over queries q of -log softmax_k(-||q - c_k||^2) at the query's own class k.
+
+    The prototype c_k is the mean of the support features of class k.
+
+    Args:
+        support: What `embed` returns for the support: a dict with "features" and "labels".
+        query: The same for the queries.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        ValueError: If one of them is something else.
     """
-    for side in (support, query):
-        if not isinstance(side, dict) or not {"features", "labels"} <= side.keys():
-            got = f"dict with {', '.join(side)}" if isinstance(side, dict) else type(side).__name__
-            raise ValueError(
-                f"embed returned a {got}; protonet needs a dict with 'features' and 'labels'"
-            )
-    same = (support["labels"][:, None] == support["labels"]).to(support["features"])
-    means, counts = same @ support["features"].flatten(1) / same.sum(1, keepdim=True), same.sum(1)
-    scores = 2 * query["features"].flatten(1) @ means.T - means.square().sum(1) - counts.log()
-    own = query["labels"][:, None] == support["labels"]
-    losses: Tensor = scores.logsumexp(1) - scores.masked_fill(~own, -torch.inf).logsumexp(1)
+    features, labels = features_and_labels(support)
+    queries, query_labels = features_and_labels(query)
+    # A class enters the softmax once per support sample, with weight 1 / (its number of samples),
+    # so that nobody needs to know how many classes there are. ||q||^2 is the same for all classes
+    # and left out.
+    same = (labels[:, None] == labels).to(features)
+    counts = same.sum(1)
+    means = same @ features / counts[:, None]
+    scores = 2 * queries @ means.T - means.square().sum(1) - counts.log()
+    own_class = query_labels[:, None] == labels
+    losses: Tensor = scores.logsumexp(1) - scores.masked_fill(~own_class, -torch.inf).logsumexp(1)
     return losses.mean()
 
 
 class Prototypes(Episodes):
-    """The gradient in x of an episode's loss."""
+    """The gradient of an episode's loss in x."""
 
     reply: ClassVar = {"h": "x"}
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
+        """Evaluate the gradient of one episode."""
         return {"h": oracle.feature_gradient(prototype_loss, x, batch)}
 
 
 @register("protonet")
 @dataclass(frozen=True, kw_only=True)
 class ProtoNet(Algorithm):
-    """ProtoNet, one round an iteration; only for private lower levels whose `embed` gives features and labels.
+    """ProtoNet: learn features on which the nearest class mean classifies.
 
-    An episode has the prototypes c_k = mean of the features of its training samples of class k, and the loss
+    A few-shot baseline, for problems with a private lower level whose `embed` returns features and
+    labels. Neither y nor an inner loop is involved, which makes it the cheapest of the few-shot
+    methods. Evaluate it by prototypes (`adapt="prototypes"` of the task "few-shot"): y is never
+    trained. Choose `MAML` or `RABO` for a trained head.
+
+    An episode has the prototypes c_k, the mean of the features of its training samples of class k,
+    and the loss
 
         mean over its validation samples (q, k) of  ||q - c_k||^2 + log sum_j exp(-||q - c_j||^2).
 
-    Client i replies with the mean gradient of its tau_i episodes at x; x <- x - lr_x mean. y stays at its start: what
-    is learned is made for classifying by prototypes.
+    Client i replies with the mean gradient h_i of its tau_i episodes in x, and
 
-    Departures from print (recalled, not read: the paper was not at hand): episodes are the clients', their gradients
-    averaged; plain gradient steps.
+        x <- x - lr_x mean h_i.
+
+    Cost per iteration: one round. Gradients per client and episode: 2, one per side. Down: x, y.
+    Up: h_i, which is shaped like x.
+
+    Departures from print: the paper was not at hand, so the method is written from memory. Episodes
+    belong to clients, and their gradients are averaged. The server takes plain gradient steps.
+
+    References:
+        Snell, Swersky and Zemel, "Prototypical Networks for Few-shot Learning", NeurIPS 2017.
+
+    Args:
+        lr_x: Step size of x, a number or a schedule.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("few-shot", clients=1, ways=2, hidden=4, episodes=2)
+        >>> episodes = fb.Environment(batch_size=2)
+        >>> method = fb.algorithms.ProtoNet(lr_x=0.05)
+        >>> result = fb.solve(task.problem, task.clients, method, rounds=1, environment=episodes)
+        >>> result.status, result.history[-1]["gradients"]
+        ('completed', 2)
     """
 
     solves = "single"
@@ -78,13 +125,18 @@ class ProtoNet(Algorithm):
     lr_x: Step = 0.05
 
     def check(self, problem: Problem, environment: Environment) -> None:
+        """Refuse, besides, a problem without features."""
         super().check(problem, environment)
         if problem.embed is None:
-            raise ValueError("protonet compares features; this problem has no embed to give them")
+            raise ValueError(
+                "protonet compares features; this problem has no embed that computes them"
+            )
 
     def init(self, problem: Problem) -> State:
+        """Start at the problem's x and y."""
         return State(*problem.start)
 
     def iterate(self, s: State, fed: Federation) -> State:
+        """Run one round; step on x along the mean gradient of the episodes."""
         h = fed.ask(Prototypes(), fed.sample(), x=s.x, y=s.y).mean("h")
         return State(fed.problem.project(s.x - self.lr_x * h), s.y)

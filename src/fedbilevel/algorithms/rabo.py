@@ -5,27 +5,36 @@ Li et al., "Distributed Bilevel Optimization with Dual Pruning for Resource-limi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import Episodes, LowerRound, Once, own_hypergradient, settle
-from fedbilevel.algorithms.shared_submodels import Policy, check_policy, cut
+from fedbilevel.algorithms.shared import (
+    Episodes,
+    Evaluation,
+    LowerRound,
+    descend_lower,
+    neumann_hypergradient,
+)
+from fedbilevel.algorithms.shared_submodels import Policy, assign_submodels, check_policy
 from fedbilevel.core.linear import directional, neumann_sum
-from fedbilevel.core.oracle import AnyBatch, Embedded, Oracle
+from fedbilevel.core.oracle import AnyBatch, EmbeddedBatch, Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.rng import fold_in, normal
 from fedbilevel.core.schedules import Step
-from fedbilevel.core.settings import Count, Positive, StepsOrEpochs, at_least, epochs
+from fedbilevel.core.settings import Count, Positive, StepsOrEpochs, at_least, parse_epochs
 from fedbilevel.core.tree import Tree, dot, flatten, norm, project, unflatten, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Number, Phase, Steps
 
+DIRECTIONS_STREAM = 3  # folded into the key of a batch, for the random directions of "response"
+
 
 class State(NamedTuple):
-    """z is the server's solution of the linear system, where the hypergradient is global."""
+    """The server's x and y, and z, which moves only where the hypergradient is global."""
 
     x: Tree
     y: Tree
@@ -33,56 +42,69 @@ class State(NamedTuple):
 
 
 class Lower(LowerRound):
-    """T steps y_i <- y_i - lr_y grad_y g_i."""
+    """T steps y_i <- y_i - lr_y grad_y g_i; replies with y_i - y."""
 
     name = "lower"
 
     lower: Literal["svrg", "sgd"] = "sgd"
 
 
-class Exact(Phase):
-    """Estimates with second derivatives."""
+class SecondOrder(Phase):
+    """Base of the phases that estimate hypergradients with second derivatives.
+
+    Args:
+        neumann_lr: The step of the Neumann sum.
+        neumann_steps: The number of its terms.
+    """
 
     neumann_lr: Positive
     neumann_steps: Count
 
     def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        """H_i, with the client's own Hessian."""
-        return own_hypergradient(oracle, x, y, batch, self.neumann_steps, self.neumann_lr)
+        """Return H_i, with the client's own Hessian."""
+        return neumann_hypergradient(oracle, x, y, batch, self.neumann_steps, self.neumann_lr)
 
     def global_directions(
         self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch
     ) -> tuple[Tree, Tree]:
-        """d_x = grad_x f_i - d2xy g_i z and d_z = d2yy g_i z - grad_y f_i."""
+        """Return d_x = grad_x f_i - d2xy g_i z and d_z = d2yy g_i z - grad_y f_i."""
         d_z = oracle.hessian_product(x, y, z, batch) - oracle.upper_gradient_y(x, y, batch)
-        return oracle.hypergradient(x, y, z, batch), d_z
+        d_x = oracle.hypergradient(x, y, z, batch)
+        return d_x, d_z
 
 
-class LocalHypergradient(Exact, Once):
-    """H_i at the point that was sent."""
+class LocalHypergradient(SecondOrder, Evaluation):
+    """H_i at the server's x and y."""
 
     name = "hypergradient"
     reply: ClassVar = {"h": "x"}
 
-    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
-        return {"h": self.local_hypergradient(oracle, m["x"], m["y"], oracle.embed(m["x"], batch))}
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate H_i."""
+        embedded = oracle.embed(m["x"], batch)
+        return {"h": self.local_hypergradient(oracle, m["x"], m["y"], embedded)}
 
 
-class GlobalDirections(Exact, Once):
-    """d_x and d_z at the point that was sent."""
+class GlobalDirections(SecondOrder, Evaluation):
+    """d_x and d_z at the server's x, y and z."""
 
     name = "directions"
     reply: ClassVar = {"dx": "x", "dz": "y"}
 
-    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
-        d_x, d_z = self.global_directions(
-            oracle, m["x"], m["y"], m["z"], oracle.embed(m["x"], batch)
-        )
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate both directions."""
+        embedded = oracle.embed(m["x"], batch)
+        d_x, d_z = self.global_directions(oracle, m["x"], m["y"], m["z"], embedded)
         return {"dx": d_x, "dz": d_z}
 
 
-class Hypergradients(Exact, Episodes):
-    """T steps on y from the shared start, then H_i there."""
+class EpisodeHypergradients(SecondOrder, Episodes):
+    """On each episode T steps on y from the shared start, then H_i at the y they lead to.
+
+    Args:
+        lr_y: The step size of y.
+        inner_steps: T.
+    """
 
     reply: ClassVar = {"h": "x", "dy": "y"}
 
@@ -91,41 +113,97 @@ class Hypergradients(Exact, Episodes):
     inner_steps: Count
 
     def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
-        episode = oracle.embed(x, batch)
-        settled = settle(oracle, x, y, episode, self.inner_steps, self.lr_y)
-        return {"h": self.local_hypergradient(oracle, x, settled, episode), "dy": settled - y}
+        """Evaluate H_i, and the displacement of y."""
+        embedded = oracle.embed(x, batch)
+        y_T = descend_lower(oracle, x, y, embedded, self.inner_steps, self.lr_y)
+        return {"h": self.local_hypergradient(oracle, x, y_T, embedded), "dy": y_T - y}
 
 
 @register("rabo")
 @dataclass(frozen=True, kw_only=True)
 class RABO(Algorithm):
-    """RABO (Algorithm 1), two rounds an iteration, one where the lower level is private.
+    """RABO: bilevel learning on submodels, for clients that cannot hold the whole model.
 
-    Client i holds the submodel x_i, y_i of its capacity, the units of every axis with the largest weights (`policy`).
+    Every client trains the part of x and y that its capacity allows, on both levels, and the server
+    averages each coordinate over the clients that hold it. With `hypergradient="local"`, as
+    printed, a client inverts its own Hessian, and the method is biased on heterogeneous clients;
+    choose `hypergradient="global"` there, which shares one linear system and has the true solution
+    as its fixed point. `RAFBO` is the variant without second derivatives. `UniFBO` is the other
+    bilevel method on submodels; `HeteroFL`, `FedRolex`, `OAP` and `FIARSE` are the single-level
+    baselines. RABO also takes problems with a private lower level (few-shot learning), with
+    capacity 1 too.
 
-        T local steps (`lower_steps`):   y_i <- y_i - lr_y grad_y g_i(x_i, y_i);      y <- y + mean (y_i,T - y_i,0)
-        H_i = grad_x f_i - d2xy g_i [d2yy g_i]^-1 grad_y f_i   at the new y_i;        x <- x - lr_x mean H_i
+    Client i holds the submodel x_i, y_i of its capacity, by default the units of every axis with
+    the largest weights (`policy`). It takes T = `lower_steps` local steps, and the server averages,
 
-    Means are over those who hold a coordinate; where nobody does it stays. [d2yy g_i]^-1 is a Neumann sum of
-    `neumann_steps` terms with step `neumann_lr`.
+        y_i <- y_i - lr_y grad_y g_i(x_i, y_i),           y <- y + mean of (y_i,T - y_i,0);
 
-    hypergradient="local", as printed, averages H_i with the client's own Hessian: on heterogeneous clients that solves
-    another problem. "global" has SimFBO's linear system on the server instead, and the true solution as fixed point:
+    then, at the new y,
 
-        d_x = grad_x f_i - d2xy g_i z,         d_z = d2yy g_i z - grad_y f_i,
-        x <- x - lr_x mean d_x,                z <- P_r(z - lr_z mean d_z).
+        H_i = grad_x f_i - d2xy g_i [d2yy g_i]^-1 grad_y f_i,           x <- x - lr_x mean of H_i,
 
-    Departures from print: y moves by the mean displacement (line 10 with line 18 moves it uphill); the server cuts and
-    sends submodels (print sends the model and masks it there); where the lower level is private every episode has its
-    own y_i, from the shared start, which moves by their mean displacement, and H_i is a mean over the local episodes.
+    with the inverse by a Neumann sum of N = `neumann_steps` terms. A mean is over the clients that
+    hold a coordinate; where nobody does, it stays. With `hypergradient="global"` the second
+    exchange has, as in `SimFBO`,
+
+        d_x = grad_x f_i - d2xy g_i z,                    x <- x - lr_x mean of d_x,
+        d_z = d2yy g_i z - grad_y f_i,                    z <- P_r(z - lr_z mean of d_z).
+
+    Where the lower level is private, a local step is an episode with its own y_i, which takes T
+    steps from the shared y; y moves by the mean displacement and H_i is the mean over the local
+    episodes.
+
+    Cost per iteration: two rounds. Gradients per client: 1 per lower step, then 2N + 2 for H_i, or
+    6 with `hypergradient="global"`. Down, of the submodel: x and y twice (and z once if global).
+    Up: the displacement of y, then H_i (or d_x and d_z). With a private lower level: one round and
+    T + 2N + 2 gradients per client and episode; x and y go down, H_i and the displacement of y come
+    up.
+
+    Departures from print: y moves by the mean displacement, because lines 10 and 18 of Algorithm 1
+    together move it uphill. The server cuts and sends the submodel; print sends the whole model and
+    masks it on the client. `hypergradient="global"` and the private lower level are ours: print has
+    one y*(x) for all episodes, with which nothing can be learned where each episode numbers its own
+    classes. docs/errata.md has the evidence.
+
+    References:
+        Li, Zhang, Zheng, Shi, Yuan, Cheng and Yu, "Distributed Bilevel Optimization with Dual
+        Pruning for Resource-limited Clients": Algorithm 1.
+
+    Args:
+        lr_x: Step size of x, a number or a schedule.
+        lr_y: Step size of y, a number or a schedule.
+        lr_z: Step size of z, a number or a schedule; used if the hypergradient is global.
+        lower_steps: T: a number of steps, "N epochs", or None for the environment's `local_steps`.
+        neumann_lr: The step of the Neumann sum.
+        neumann_steps: The number N of its terms.
+        hypergradient: "local", each client's own, or "global", with one linear system for all.
+        policy: Which units a client holds: "importance", those with the largest weights; "static",
+            the first; "rolling", a window that moves by one unit per iteration; "segments".
+        segments: With the policy "segments", the segment of every axis that each client holds; the
+            list is repeated over the clients.
+        radius: The radius of the ball that z is projected onto; used if the hypergradient is
+            global.
+
+    Example:
+        On heterogeneous clients only the global hypergradient leads to the solution:
+
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4, condition=3.0)
+        >>> steps = {"lr_x": 0.2, "lr_y": 0.5, "lr_z": 0.5, "lower_steps": 1, "neumann_lr": 1.0}
+        >>> def gradient_norm(hypergradient):
+        ...     method = fb.algorithms.RABO(**steps, hypergradient=hypergradient)
+        ...     x = fb.solve(task.problem, task.clients, method, rounds=80, every=80).x
+        ...     return float(task.gradient(x)["x"].norm())
+        >>> gradient_norm("global") < 0.05 < gradient_norm("local")
+        True
     """
 
     solves = "local"
     lower_levels = ("shared", "private")
     submodels = True
-    on_clients: ClassVar[type[LocalHypergradient]] = LocalHypergradient
-    on_the_server: ClassVar[type[GlobalDirections]] = GlobalDirections
-    on_episodes: ClassVar[type[Hypergradients]] = Hypergradients
+    local_phase: ClassVar[type[LocalHypergradient]] = LocalHypergradient
+    global_phase: ClassVar[type[GlobalDirections]] = GlobalDirections
+    episode_phase: ClassVar[type[EpisodeHypergradients]] = EpisodeHypergradients
 
     lr_x: Step = 0.05
     lr_y: Step = 0.1
@@ -143,58 +221,74 @@ class RABO(Algorithm):
         check_policy(self.policy, self.segments)
 
     def check(self, problem: Problem, environment: Environment) -> None:
+        """Refuse, besides, settings without a meaning where every episode has its own y."""
         super().check(problem, environment)
-        if problem.lower_level == "private" and (
-            self.hypergradient == "global" or self.lower_steps is None
-        ):
-            key = "hypergradient" if self.hypergradient == "global" else "lower_steps"
+        if problem.lower_level == "shared":
+            return
+        if self.hypergradient == "global":
             raise ValueError(
-                f"{key} is {getattr(self, key)!r}; with a private lower level, as here, every episode has its own: "
-                "hypergradient must be 'local' and lower_steps a number"
+                "hypergradient is 'global'; with a private lower level, as here, it must be 'local'"
+            )
+        if self.lower_steps is None:
+            raise ValueError(
+                "lower_steps is None; with a private lower level, as here, it must be a number "
+                "or 'N epochs'"
             )
 
     def init(self, problem: Problem) -> State:
+        """Start at the problem's x and y, with z = 0."""
         x, y = problem.start
         return State(x, y, zeros_like(y))
 
     def iterate(self, s: State, fed: Federation) -> State:
+        """Run Algorithm 1 once: a lower round, then a step along the mean hypergradient."""
         S = fed.sample()
-        parts = cut(fed, S, s.x, s.y, self.policy, self.segments)
+        submodels = assign_submodels(fed, S, s.x, s.y, self.policy, self.segments)
         if fed.problem.lower_level == "private":
-            r = fed.ask(self.episodes(), S, submodels=parts, x=s.x, y=s.y)
-            return State(
-                self.descend(s.x, r.coverage_mean("h"), fed), s.y + r.coverage_mean("dy"), s.z
-            )
+            r = fed.ask(self.episodes(), S, submodels=submodels, x=s.x, y=s.y)
+            x = self.descend(s.x, r.coverage_mean("h"), fed)
+            return State(x, s.y + r.coverage_mean("dy"), s.z)
         lower = Lower(lr_y=self.lr_y, steps=self.lower_steps or "local")
-        y = s.y + fed.ask(lower, S, submodels=parts, x=s.x, y=s.y).coverage_mean("dy")
+        r = fed.ask(lower, S, submodels=submodels, x=s.x, y=s.y)
+        y = s.y + r.coverage_mean("dy")
         if self.hypergradient == "local":
-            r = fed.ask(self.on_clients(**self.estimates()), S, submodels=parts, x=s.x, y=y)
+            hypergradient = self.local_phase(**self.estimates())
+            r = fed.ask(hypergradient, S, submodels=submodels, x=s.x, y=y)
             return State(self.descend(s.x, r.coverage_mean("h"), fed), y, s.z)
-        r = fed.ask(self.on_the_server(**self.estimates()), S, submodels=parts, x=s.x, y=y, z=s.z)
+        directions = self.global_phase(**self.estimates())
+        r = fed.ask(directions, S, submodels=submodels, x=s.x, y=y, z=s.z)
         z = project(s.z - self.lr_z * r.coverage_mean("dz"), self.radius)
         return State(self.descend(s.x, r.coverage_mean("dx"), fed), y, z)
 
     def descend(self, x: Tree, d: Tree, fed: Federation) -> Tree:
+        """Return x after one step along d."""
         return fed.problem.project(x - self.lr_x * d)
 
     def estimates(self) -> dict[str, Any]:
-        """How clients estimate products with the inverse Hessian."""
+        """Return the settings of the clients' estimates, which their phases take."""
         return {"neumann_lr": self.neumann_lr, "neumann_steps": self.neumann_steps}
 
-    def episodes(self) -> Hypergradients:
-        """An episode's support set is one batch, so that a step is an epoch."""
-        steps = epochs(self.lower_steps) or int(self.lower_steps or 1)
-        return self.on_episodes(lr_y=self.lr_y, inner_steps=steps, **self.estimates())
+    def episodes(self) -> EpisodeHypergradients:
+        """Return the phase for episodes, whose support is one batch: a step is an epoch."""
+        steps = parse_epochs(self.lower_steps) or int(self.lower_steps or 1)
+        return self.episode_phase(lr_y=self.lr_y, inner_steps=steps, **self.estimates())
 
 
-class Differences(Exact):
-    """Estimates with differences of gradients in the place of second derivatives."""
+class Differences(SecondOrder):
+    """Estimates by differences of gradients, in the place of second derivatives.
+
+    Args:
+        estimator: "directional", "response" or "printed"; see `RAFBO`.
+        directions: The number of random directions of "response".
+        width: The distance over which differences are taken.
+    """
 
     estimator: Literal["directional", "response", "printed"]
     directions: Count
     width: Positive
 
     def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
+        """Return H_i by the chosen estimator."""
         if self.estimator == "response":
             return self.response_hypergradient(oracle, x, y, batch)
         v = oracle.upper_gradient_y(x, y, batch)
@@ -205,38 +299,42 @@ class Differences(Exact):
         return oracle.difference_hypergradient(x, y, p, batch, self.width)
 
     def response_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        raw = batch.raw if isinstance(batch, Embedded) else batch
+        """Return H_i from how y_N(x) responds to random directions of x."""
+        raw = batch.raw if isinstance(batch, EmbeddedBatch) else batch
 
         def response(x: Tree) -> Tree:
-            return settle(oracle, x, y, oracle.embed(x, raw), self.neumann_steps, self.neumann_lr)
+            embedded = oracle.embed(x, raw)
+            return descend_lower(oracle, x, y, embedded, self.neumann_steps, self.neumann_lr)
 
         h, v = oracle.upper_gradients(x, y, batch)
-        y_n = response(x)
+        y_N = response(x)
         for p in range(self.directions):
-            key = fold_in(fold_in(raw.rng, 3), p)  # type: ignore[arg-type]
+            key = fold_in(fold_in(raw.rng, DIRECTIONS_STREAM), p)  # type: ignore[arg-type]
             e = unflatten(normal(key, (x.numel,), flatten(x).dtype), x)
             width = self.width / norm(e)
-            h = h + e * (dot(response(x + e * width) - y_n, v) / (width * self.directions))
+            h = h + e * (dot(response(x + e * width) - y_N, v) / (width * self.directions))
         return h
 
     def global_directions(
         self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch
     ) -> tuple[Tree, Tree]:
+        """Return d_x and d_z by directional differences."""
         product = directional(lambda y: oracle.lower_gradient_y(x, y, batch), y, self.width)
         d_z = product(z) - oracle.upper_gradient_y(x, y, batch)
-        return oracle.difference_hypergradient(x, y, z, batch, self.width), d_z
+        d_x = oracle.difference_hypergradient(x, y, z, batch, self.width)
+        return d_x, d_z
 
 
 class LocalHypergradientByDifferences(Differences, LocalHypergradient):
-    """H_i at the point that was sent."""
+    """H_i at the server's x and y."""
 
 
 class GlobalDirectionsByDifferences(Differences, GlobalDirections):
-    """d_x and d_z at the point that was sent."""
+    """d_x and d_z at the server's x, y and z."""
 
 
-class HypergradientsByDifferences(Differences, Hypergradients):
-    """T steps on y from the shared start, then H_i there."""
+class EpisodeHypergradientsByDifferences(Differences, EpisodeHypergradients):
+    """On each episode T steps on y from the shared start, then H_i at the y they lead to."""
 
     steps: Steps = "local"
 
@@ -244,28 +342,77 @@ class HypergradientsByDifferences(Differences, Hypergradients):
 @register("rafbo")
 @dataclass(frozen=True, kw_only=True)
 class RAFBO(RABO):
-    """RAFBO (Algorithm 2): RABO with differences of gradients in the place of second derivatives.
+    """RAFBO: RABO with differences of gradients in the place of second derivatives.
 
-    estimator="directional" (default): with h = width / ||v||, at a cost that does not depend on the size of x,
+    Choose it over `RABO` where second derivatives are not available or need too much memory; keep
+    the default estimator. Everything but the estimate of H_i is as in `RABO`, bias included.
 
-        d2yy g v = (grad_y g(y + h v) - grad_y g(y - h v)) / 2h,     and with grad_x in their place d2xy g v.
+    estimator="directional" (the default) takes both products with second derivatives from
+    differences along v, at a cost that does not depend on the size of x: with h = width / ||v||,
 
-    estimator="response", after the source that print follows (Sow, Ji and Liang 2022): with e_1 .. e_k standard normal
-    (`directions`) and y_N(x) the lower level after N = `neumann_steps` steps of `neumann_lr` from y,
+        d2yy g v = (grad_y g(x, y + h v) - grad_y g(x, y - h v)) / 2h,
+        d2xy g v = (grad_x g(x, y + h v) - grad_x g(x, y - h v)) / 2h.
 
-        H_i = grad_x f_i + 1/k sum_p <(y_N(x + h e_p) - y_N(x)) / h, grad_y f_i> e_p,    h = width / ||e_p||.
+    estimator="response" perturbs the solution of the lower level, as in the source that the paper
+    follows: with e_1 .. e_k standard normal, k = `directions`, and y_N(x) the lower level after
+    N = `neumann_steps` steps of `neumann_lr` from y,
 
-    Its expectation over e is the Neumann sum of N terms; its variance grows with the size of x.
-    estimator="printed": delta_p = (grad_y g(x + mu e_p, y) - grad_y g(x, y)) / mu and H_i = grad_x f_i + sum_p
-    <delta_p, grad_y f_i> e_p over all coordinates, which is grad_x f_i + d2xy g_i grad_y f_i: the sign is wrong and
-    the inverse Hessian is missing, and it can ascend. For the record.
+        H_i = grad_x f_i + 1/k sum_p <(y_N(x + h e_p) - y_N(x)) / h, grad_y f_i> e_p,
+        h = width / ||e_p||.
 
-    Departures from print: those of `RABO`; the default estimator is ours, the printed one has no coordinate loop.
+    Its expectation is that of the Neumann sum of N terms; its variance grows with the size of x.
+
+    estimator="printed" is for the record only. With e_p the unit vector of coordinate p it is
+
+        delta_p = (grad_y g_i(x + mu e_p, y) - grad_y g_i(x, y)) / mu,
+        H_i = grad_x f_i + sum_p <delta_p, grad_y f_i> e_p = grad_x f_i + d2xy g_i grad_y f_i:
+
+    the sign is wrong and the inverse Hessian is missing, so that it can ascend.
+
+    Cost per iteration: rounds and bytes of `RABO`. Gradients per client: 1 per lower step, then
+    2N + 2 for "directional", 1 + N (k + 1) for "response", 4 for "printed"; 6 with
+    `hypergradient="global"`.
+
+    Departures from print: those of `RABO`. The default estimator is ours. "printed" needs no loop
+    over coordinates, because a directional difference gives the whole sum. docs/errata.md has the
+    evidence against the printed estimator and its error bound.
+
+    References:
+        Li, Zhang, Zheng, Shi, Yuan, Cheng and Yu, "Distributed Bilevel Optimization with Dual
+        Pruning for Resource-limited Clients": Algorithm 2. Sow, Ji and Liang 2022 (the source of
+        "response").
+
+    Args:
+        lr_x: Step size of x, a number or a schedule.
+        lr_y: Step size of y, a number or a schedule.
+        lr_z: Step size of z, a number or a schedule; used if the hypergradient is global.
+        lower_steps: T: a number of steps, "N epochs", or None for the environment's `local_steps`.
+        neumann_lr: The step of the Neumann sum, or of the lower level's response.
+        neumann_steps: The number N of its terms, or of steps of the response.
+        hypergradient: "local", each client's own, or "global", with one linear system for all;
+            "global" needs the estimator "directional".
+        policy: Which units a client holds: "importance", "static", "rolling" or "segments".
+        segments: With the policy "segments", the segment of every axis that each client holds.
+        radius: The radius of the ball that z is projected onto; used if the hypergradient is
+            global.
+        estimator: "directional", "response" or "printed".
+        directions: The number k of random directions of "response".
+        width: The distance over which differences are taken.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4, heterogeneity=0.0)
+        >>> steps = {"lr_x": 0.1, "lr_y": 0.5, "lower_steps": 1, "neumann_lr": 1.0}
+        >>> exact, differences = fb.algorithms.RABO(**steps), fb.algorithms.RAFBO(**steps)
+        >>> x = fb.solve(task.problem, task.clients, exact, rounds=40).x["x"]
+        >>> x_differences = fb.solve(task.problem, task.clients, differences, rounds=40).x["x"]
+        >>> bool((x - x_differences).norm() < 1e-6 * x.norm())
+        True
     """
 
-    on_clients = LocalHypergradientByDifferences
-    on_the_server = GlobalDirectionsByDifferences
-    on_episodes = HypergradientsByDifferences
+    local_phase = LocalHypergradientByDifferences
+    global_phase = GlobalDirectionsByDifferences
+    episode_phase = EpisodeHypergradientsByDifferences
 
     estimator: Literal["directional", "response", "printed"] = "directional"
     directions: Count = 10
@@ -275,9 +422,15 @@ class RAFBO(RABO):
         super().__post_init__()
         if self.hypergradient == "global" and self.estimator != "directional":
             raise ValueError(
-                f"estimator is {self.estimator!r}; with hypergradient 'global' it must be 'directional'"
+                f"estimator is {self.estimator!r}; with hypergradient 'global' it must be "
+                "'directional'"
             )
 
     def estimates(self) -> dict[str, Any]:
-        own = {"estimator": self.estimator, "directions": self.directions, "width": self.width}
-        return {**super().estimates(), **own}
+        """Return the settings of the clients' estimates, which their phases take."""
+        return {
+            **super().estimates(),
+            "estimator": self.estimator,
+            "directions": self.directions,
+            "width": self.width,
+        }

@@ -1,13 +1,14 @@
-"""The exchanges that double-loop methods are made of, each once: FedNest, FBO-AggITD and FedMBO combine them.
+"""Phases and estimators that several methods share.
 
-Clients reply with directions and displacements, never with iterates: means over a cohort are right for those only.
+FedNest, FBO-AggITD and FedMBO are combinations of the phases below. Clients reply with directions
+and displacements, never with iterates: a mean over a cohort is unbiased for the former only.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -19,18 +20,28 @@ from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree, zeros_like
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
-
-class Once(Phase):
-    """One evaluation at the point m that was sent: its `step` makes the reply."""
-
-    def start(self, m: Message) -> Any:
-        return {name: value for name, value in vars(m).items() if name != "steps"}
-
-    def finish(self, reply: Any) -> dict[str, Any]:
-        return reply  # type: ignore[no-any-return]
+# What keys are folded with, so that these draws share nothing with those of the losses.
+SNAPSHOT_STREAM = 77
+TRUNCATION_STREAM = 3
 
 
-class LowerGradient(Once):
+class Evaluation(Phase):
+    """One evaluation at the point that the server sent.
+
+    The carry is the message as a dict. A subclass defines `step`, which turns it into the reply, a
+    dict with the names of `reply`.
+    """
+
+    def start(self, message: Message) -> dict[str, Tree]:
+        """Return the values of the message by name."""
+        return {name: value for name, value in vars(message).items() if name != "steps"}
+
+    def finish(self, reply: dict[str, Tree]) -> dict[str, Tree]:
+        """Return what `step` made."""
+        return reply
+
+
+class LowerGradient(Evaluation):
     """q_i = grad_y g_i(x, y)."""
 
     name = "gradient"
@@ -38,23 +49,25 @@ class LowerGradient(Once):
     batch = "train"
     reply: ClassVar = {"q": "y"}
 
-    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate q_i."""
         return {"q": oracle.lower_gradient_y(m["x"], m["y"], batch)}
 
 
-class UpperGradientY(Once):
-    """v_i = grad_y f_i(x, y)."""
+class UpperGradientY(Evaluation):
+    """v_i = grad_y f_i(x, y), the right-hand side of the linear system [d2yy G] p = grad_y F."""
 
     name = "start"
     fixed_x = True
     batch = "val"
     reply: ClassVar = {"v": "y"}
 
-    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate v_i."""
         return {"v": oracle.upper_gradient_y(m["x"], m["y"], batch)}
 
 
-class HessianProduct(Once):
+class HessianProduct(Evaluation):
     """d2yy g_i(x, y) v."""
 
     name = "product"
@@ -62,51 +75,56 @@ class HessianProduct(Once):
     batch = "train"
     reply: ClassVar = {"hv": "y"}
 
-    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate the product."""
         return {"hv": oracle.hessian_product(m["x"], m["y"], m["v"], batch)}
 
 
-class Hypergradient(Once):
+class Hypergradient(Evaluation):
     """h_i = grad_x f_i(x, y) - d2xy g_i(x, y) p."""
 
     name = "hypergradient"
     batch = "both"
     reply: ClassVar = {"h": "x"}
 
-    def step(self, m: Any, oracle: Oracle, batch: Batch) -> Any:
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate h_i."""
         return {"h": oracle.hypergradient(m["x"], m["y"], m["p"], batch)}
 
 
-class Walk(NamedTuple):
-    """Where a client is, where it started, and what stays as it was sent."""
+class CorrectedRound(Phase):
+    """Local steps that are corrected by the gradient at the start, on the same batch (SVRG type).
 
-    here: Tree
-    start: Tree
-    other: Tree
-    direction: Any
-
-
-class Corrected(Phase):
-    """Local steps that are corrected by the gradient at the start, on the same batch.
-
-    as_coded: as in the published code of FedNest, where that gradient draws another dropout mask and
-    a step at the start evaluates a correction that is 0.
+    Args:
+        as_coded: Do as the published code of FedNest: the gradient at the start draws its own
+            dropout mask, and the first step evaluates a correction that is 0.
     """
 
     as_coded: bool = False
 
-    def snapshot(self, batch: Batch) -> Batch:
-        """The batch for the gradient at the start."""
+    def snapshot_batch(self, batch: Batch) -> Batch:
+        """Return the batch for the gradient at the start."""
         if not self.as_coded or not isinstance(batch.rng, Tensor):
             return batch
-        return batch._replace(rng=fold_in(batch.rng, 77))
+        return batch._replace(rng=fold_in(batch.rng, SNAPSHOT_STREAM))
 
 
-class LowerRound(Corrected):
-    """tau_i steps y_i <- y_i - lr_y (grad_y g_i(x, y_i; b) - grad_y g_i(x, y; b) + q); replies with y_i - y.
+class LowerCarry(NamedTuple):
+    """A client's copy y_i, and what the server sent; q is empty without a correction."""
 
-    The SVRG type, as written; the SGD type drops the correction and takes no q. At y_i = y the
-    correction leaves q alone, and the first step evaluates nothing.
+    y_i: Tree
+    y: Tree
+    x: Tree
+    q: Tree
+
+
+class LowerRound(CorrectedRound):
+    """tau_i local steps on y, corrected by the mean gradient q; replies with y_i - y.
+
+        y_i <- y_i - lr_y (grad_y g_i(x, y_i; b) - grad_y g_i(x, y; b) + q)
+
+    This is the SVRG type, `lower="svrg"`. The SGD type has no correction and receives no q. At y_i
+    = y the correction leaves q alone, so that the first step evaluates nothing.
     """
 
     name = "lower_round"
@@ -117,28 +135,46 @@ class LowerRound(Corrected):
     lr_y: Number
     lower: Literal["svrg", "sgd"] = "svrg"
 
-    def start(self, m: Message) -> Walk:
-        return Walk(m.y, m.y, m.x, m.q if self.lower == "svrg" else ())
+    def start(self, m: Message) -> LowerCarry:
+        """Start at the server's y."""
+        if self.lower == "sgd":
+            return LowerCarry(y_i=m.y, y=m.y, x=m.x, q=Tree())
+        return LowerCarry(y_i=m.y, y=m.y, x=m.x, q=m.q)
 
-    def first(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
+    def first(self, c: LowerCarry, oracle: Oracle, batch: Batch) -> LowerCarry:
+        """Take the step at y_i = y."""
         if self.lower == "sgd" or self.as_coded:
             return self.step(c, oracle, batch)
-        return c._replace(here=c.here - self.lr_y * c.direction)
+        return c._replace(y_i=c.y_i - self.lr_y * c.q)
 
-    def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
-        d = oracle.lower_gradient_y(c.other, c.here, batch)
+    def step(self, c: LowerCarry, oracle: Oracle, batch: Batch) -> LowerCarry:
+        """Take one step on y_i."""
+        d = oracle.lower_gradient_y(c.x, c.y_i, batch)
         if self.lower == "svrg":
-            d = d - oracle.lower_gradient_y(c.other, c.start, self.snapshot(batch)) + c.direction
-        return c._replace(here=c.here - self.lr_y * d)
+            d = d - oracle.lower_gradient_y(c.x, c.y, self.snapshot_batch(batch)) + c.q
+        return c._replace(y_i=c.y_i - self.lr_y * d)
 
-    def finish(self, c: Walk) -> dict[str, Any]:
-        return {"dy": c.here - c.start}
+    def finish(self, c: LowerCarry) -> dict[str, Tree]:
+        """Reply with the displacement."""
+        return {"dy": c.y_i - c.y}
 
 
-class UpperRound(Corrected):
-    """tau_i steps x_i <- x_i - lr_x (h - grad_x f_i(x, y; b) + grad_x f_i(x_i, y; b)); replies with x_i - x.
+class UpperCarry(NamedTuple):
+    """A client's copy x_i, and what the server sent; h is empty where the client has its own."""
 
-    Only the direct part is corrected: the indirect one would need the global Hessian at x_i.
+    x_i: Tree
+    x: Tree
+    y: Tree
+    h: Tree
+
+
+class UpperRound(CorrectedRound):
+    """tau_i local steps on x, corrected by the mean hypergradient h; replies with x_i - x.
+
+        x_i <- x_i - lr_x (h - grad_x f_i(x, y; b) + grad_x f_i(x_i, y; b))
+
+    Only the direct part is corrected: the indirect part would need the global Hessian at x_i. At
+    x_i = x the correction is 0, so that the first step evaluates nothing.
     """
 
     name = "upper_round"
@@ -147,71 +183,96 @@ class UpperRound(Corrected):
 
     lr_x: Number
 
-    def start(self, m: Message) -> Walk:
-        return Walk(m.x, m.x, m.y, m.h)
+    def start(self, m: Message) -> UpperCarry:
+        """Start at the server's x."""
+        return UpperCarry(x_i=m.x, x=m.x, y=m.y, h=m.h)
 
-    def first(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
-        """At x_i = x the correction is zero."""
-        return c._replace(here=oracle.project_x(c.here - self.lr_x * c.direction))
+    def first(self, c: UpperCarry, oracle: Oracle, batch: Batch) -> UpperCarry:
+        """Take the step at x_i = x."""
+        return c._replace(x_i=oracle.project_x(c.x_i - self.lr_x * c.h))
 
-    def step(self, c: Walk, oracle: Oracle, batch: Batch) -> Walk:
-        there = oracle.upper_gradient_x(c.start, c.other, self.snapshot(batch))
-        here = oracle.upper_gradient_x(c.here, c.other, batch)
-        return c._replace(here=oracle.project_x(c.here - self.lr_x * (c.direction - there + here)))
+    def step(self, c: UpperCarry, oracle: Oracle, batch: Batch) -> UpperCarry:
+        """Take one step on x_i."""
+        at_x = oracle.upper_gradient_x(c.x, c.y, self.snapshot_batch(batch))
+        at_x_i = oracle.upper_gradient_x(c.x_i, c.y, batch)
+        return c._replace(x_i=oracle.project_x(c.x_i - self.lr_x * (c.h - at_x + at_x_i)))
 
-    def finish(self, c: Walk) -> dict[str, Any]:
-        return {"dx": c.here - c.start}
+    def finish(self, c: UpperCarry) -> dict[str, Tree]:
+        """Reply with the displacement."""
+        return {"dx": c.x_i - c.x}
 
 
-class Visit(NamedTuple):
-    """What was sent, and the sums over the episodes so far."""
+class EpisodeSums(NamedTuple):
+    """The point that the server sent, sums over the episodes so far, and the number of episodes."""
 
     x: Tree
     y: Tree
     sums: dict[str, Tree]
-    steps: Any
+    steps: Tensor
 
 
 class Episodes(Phase):
-    """As many episodes as local steps, each at the point that was sent; replies with the means of what they give."""
+    """One episode per local step, each from the server's x and y; replies with means over episodes.
+
+    A subclass defines `episode` and declares in `reply` what it returns.
+    """
 
     name = "episodes"
 
     steps: Steps = "local"
 
     @abstractmethod
-    def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]: ...
+    def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
+        """Evaluate one episode; return a tree for each name of `reply`."""
 
-    def start(self, m: Message) -> Visit:
+    def start(self, m: Message) -> EpisodeSums:
+        """Start with sums that are 0."""
         sums = {name: zeros_like(getattr(m, str(kind))) for name, kind in self.reply.items()}
-        return Visit(m.x, m.y, sums, m.steps)
+        return EpisodeSums(m.x, m.y, sums, m.steps)
 
-    def step(self, c: Visit, oracle: Oracle, batch: Batch) -> Visit:
-        found = self.episode(oracle, c.x, c.y, batch)
-        return c._replace(sums={name: total + found[name] for name, total in c.sums.items()})
+    def step(self, c: EpisodeSums, oracle: Oracle, batch: Batch) -> EpisodeSums:
+        """Add one episode to the sums."""
+        values = self.episode(oracle, c.x, c.y, batch)
+        return c._replace(sums={name: total + values[name] for name, total in c.sums.items()})
 
-    def finish(self, c: Visit) -> dict[str, Any]:
+    def finish(self, c: EpisodeSums) -> dict[str, Tree]:
+        """Reply with the means."""
         return {name: total / c.steps for name, total in c.sums.items()}
 
 
 def storm(
     new: Iterable[Tree], momenta: Iterable[Tree], old: Iterable[Tree], weight: float
 ) -> list[Tree]:
-    """STORM (Cutkosky and Orabona 2019): m <- d(new) + (1 - weight) (m - d(old)), both evaluated on one batch."""
-    return [d + (1 - weight) * (m - was) for d, m, was in zip(new, momenta, old, strict=True)]
+    """Return STORM momenta, m <- d(new) + (1 - weight) (m - d(old)) (Cutkosky and Orabona 2019).
+
+    Args:
+        new: Directions at the new point.
+        momenta: The momenta so far.
+        old: Directions at the old point, on the same batch as the new ones.
+        weight: The weight of the new directions, in (0, 1].
+
+    Returns:
+        The new momenta.
+    """
+    return [d + (1 - weight) * (m - d_old) for d, m, d_old in zip(new, momenta, old, strict=True)]
 
 
-def settle(oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, steps: int, lr: float) -> Tree:
-    """y after so many gradient steps on the lower level of one batch, at one x."""
+def descend_lower(oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, steps: int, lr: float) -> Tree:
+    """Return y after `steps` gradient steps y <- y - lr grad_y g(x, y) on one batch."""
     for _ in range(steps):
         y = y - lr * oracle.lower_gradient_y(x, y, batch)
     return y
 
 
-def own_hypergradient(
+def neumann_hypergradient(
     oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, terms: int, lr: float
 ) -> Tree:
-    """grad_x f_i - d2xy g_i p_i, with p_i the client's own Neumann sum of so many terms."""
+    """Return a client's own hypergradient grad_x f_i - d2xy g_i p_i, with p_i by a Neumann sum.
+
+        p_i = lr sum_{k < terms} (I - lr d2yy g_i)^k grad_y f_i
+
+    It costs 1 + 2 (terms - 1) + 3 gradients.
+    """
     v = oracle.upper_gradient_y(x, y, batch)
     p = neumann_sum(lambda v: oracle.hessian_product(x, y, v, batch), v, terms, lr)
     return oracle.hypergradient(x, y, p, batch)
@@ -220,24 +281,34 @@ def own_hypergradient(
 def random_hypergradient(
     oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Batch], lr: float
 ) -> Tree:
-    """The same with lr J times a product of J' random factors in the place of the sum of J = len(batches) terms.
+    """Return a client's own hypergradient grad_x f_i - d2xy g_i p_i, with p_i by a random product.
 
-    J' is uniform on {0 .. J-1} and comes from the first batch's key, so that two evaluations on the same batches share
-    it; each factor is on a batch of its own. All J - 1 are evaluated, because a stack of clients has one length.
+        p_i = lr J prod_{k = 1 .. J'} (I - lr d2yy g_i(.; b_k)) grad_y f_i
+
+    J = len(batches), and J' is uniform on {0 .. J-1}, so that the expectation of p_i is the Neumann
+    sum of J terms. J' is drawn from the key of the first batch: two evaluations on the same batches
+    share it. All J - 1 factors are evaluated, because a stack of clients has one length; it costs
+    1 + 2 (J - 1) + 3 gradients.
     """
-    batch, J = batches[0], len(batches)
-    key = fold_in(fold_in(batch.rng, 3), 0)  # type: ignore[arg-type]  # twice: an episode's losses fold into it once
-    length, p = integers(key, 0, J - 1), lr * J * oracle.upper_gradient_y(x, y, batch)
-    for k, fresh in enumerate(batches[1:], start=1):
-        p = p - (k <= length) * (lr * oracle.hessian_product(x, y, p, fresh))
+    batch = batches[0]
+    J = len(batches)
+    # Folded twice, because the losses of an episode may fold its key once.
+    key = fold_in(batch.rng, TRUNCATION_STREAM)  # type: ignore[arg-type]
+    length = integers(fold_in(key, 0), 0, J - 1)
+    p = lr * J * oracle.upper_gradient_y(x, y, batch)
+    for k, b_k in enumerate(batches[1:], start=1):
+        p = p - (k <= length) * (lr * oracle.hessian_product(x, y, p, b_k))
     return oracle.hypergradient(x, y, p, batch)
 
 
 class LocalHypergradients(Phase):
-    """What phases with local hypergradients share: their estimate of [d2yy g_i]^-1 grad_y f_i.
+    """Base of phases whose clients estimate [d2yy g_i]^-1 grad_y f_i by themselves.
 
-    truncation: "random", lambda J times a product of J' random factors, J' uniform on {0 .. J-1}, or
-    "sum", the Neumann sum of J terms; J = `neumann_steps`, lambda = `neumann_lr`.
+    Args:
+        neumann_lr: The step lambda of the estimate.
+        neumann_steps: The number J of its terms.
+        truncation: "random", lambda J times a product of J' random factors, J' uniform on
+            {0 .. J-1}; or "sum", the Neumann sum of J terms.
     """
 
     neumann_lr: Positive
@@ -246,12 +317,16 @@ class LocalHypergradients(Phase):
 
     @property
     def draws(self) -> int:
+        """One batch per factor."""
         return self.neumann_steps
 
-    def local_directions(self, oracle: Oracle, x: Tree, y: Tree, batches: Any) -> tuple[Tree, Tree]:
-        """A client's own hypergradient grad_x f_i - d2xy g_i p_i, and its lower gradient grad_y g_i."""
+    def local_directions(
+        self, oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Batch]
+    ) -> tuple[Tree, Tree]:
+        """Return the client's own hypergradient, and its lower gradient grad_y g_i."""
         if self.truncation == "sum":
-            d_x = own_hypergradient(oracle, x, y, batches[0], len(batches), self.neumann_lr)
+            terms = len(batches)
+            d_x = neumann_hypergradient(oracle, x, y, batches[0], terms, self.neumann_lr)
         else:
             d_x = random_hypergradient(oracle, x, y, batches, self.neumann_lr)
         return d_x, oracle.lower_gradient_y(x, y, batches[0])

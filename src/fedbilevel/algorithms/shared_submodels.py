@@ -1,84 +1,134 @@
-"""What methods on submodels share: who holds which part of the model in an iteration."""
+"""Which part of the model each client holds, for methods that train submodels or masked models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.submodels import Pick, Submodel, choose, importance, rolling, segments, static
+from fedbilevel.core.submodels import (
+    Submodel,
+    UnitSelector,
+    choose_submodels,
+    importance,
+    rolling,
+    segments,
+    static,
+)
 from fedbilevel.core.tree import Tree, flatten, zeros_like
 from fedbilevel.federation import Federation, Replies
-from fedbilevel.federation.replies import coverage
+from fedbilevel.federation.replies import coverage_metrics
 
 Policy = Literal["static", "rolling", "importance", "segments"]
 
 
-def check_policy(policy: str, numbers: Sequence[int]) -> None:
-    if (policy == "segments") != bool(numbers):
+def check_policy(policy: str, segment_numbers: Sequence[int]) -> None:
+    """Check that segments are given where the policy needs them, and only there."""
+    if (policy == "segments") != bool(segment_numbers):
         raise ValueError(
-            f"policy is {policy!r} and segments is {tuple(numbers)}; it takes both or neither"
+            f"policy is {policy!r} and segments is {tuple(segment_numbers)}; "
+            "it takes both or neither"
         )
 
 
-def cut(
+def assign_submodels(
     fed: Federation,
     clients: Sequence[int],
     x: Tree,
     y: Tree,
     policy: Policy,
-    numbers: Sequence[int] = (),
+    segment_numbers: Sequence[int] = (),
 ) -> list[Submodel | None]:
-    """The submodels of these clients in this iteration. "segments": client i holds the segment numbers[i mod their
-    count] of every axis (`fedbilevel.submodels` tells of the others)."""
-    axes, t, ratios = fed.problem.axes, fed.iteration, fed.environment.capacities(clients)
+    """Return the submodels of some clients in this iteration; None stands for the whole model.
+
+    Args:
+        fed: The federation; its environment has the clients' capacities.
+        clients: The clients.
+        x: The server's x.
+        y: The server's y.
+        policy: "static", the first units of every axis; "rolling", a window that moves by one unit
+            per iteration; "importance", the units with the largest weights; "segments", the segment
+            of `segment_numbers`.
+        segment_numbers: With "segments", client i holds the segment with the number at position
+            i mod len(segment_numbers), of every axis.
+
+    Returns:
+        A submodel per client; clients with equal submodels share one object.
+    """
+    ratios = fed.environment.capacities(clients)
     if all(ratio == (1, 1) for ratio in ratios):
         return [None] * len(ratios)
-    picks: dict[str, Any] = {
-        "static": lambda: static,
-        "rolling": lambda: rolling(t),
-        "importance": lambda: importance(axes, {**x, **y}),
-        "segments": lambda: segments,
-    }
-    pick: Pick = picks[policy]()
-    groups = [numbers[i % len(numbers)] for i in clients] if policy == "segments" else None
-    return choose(axes, x, y, pick, ratios, groups)
+    axes = fed.problem.axes
+    groups = None
+    select: UnitSelector
+    if policy == "static":
+        select = static
+    elif policy == "rolling":
+        select = rolling(fed.iteration)
+    elif policy == "importance":
+        select = importance(axes, {**x, **y})
+    else:
+        select = segments
+        groups = [segment_numbers[i % len(segment_numbers)] for i in clients]
+    return choose_submodels(axes, x, y, select, ratios, groups)
 
 
 def maskable(problem: Problem, x: Tree, y: Tree) -> Tree:
-    """The tensors that methods mask weight by weight. Not those that start with all entries alike, which everyone
-    holds: norm layers (unless they start trained), and heads and hyper-parameters that start at 0, whose size says
-    nothing yet and which a mask by size would keep at 0."""
+    """Return the tensors that are masked weight by weight; everyone holds all others.
+
+    Tensors that start with equal entries are not masked: norm layers (unless they start trained),
+    and heads and hyper-parameters that start at 0. Their magnitudes say nothing yet, and a mask by
+    magnitude would keep them where they started.
+    """
     start = {**problem.x, **problem.y}
-    return Tree(
-        {
-            name: w
-            for name, w in {**x, **y}.items()
-            if bool((start[name] != start[name].reshape(-1)[0]).any())
-        }
-    )
+    masked = {}
+    for name, w in {**x, **y}.items():
+        first = start[name].reshape(-1)[0]
+        if bool((start[name] != first).any()):
+            masked[name] = w
+    return Tree(masked)
 
 
 def magnitudes(w: Tree) -> Tensor:
-    return flatten(w).abs() if w else torch.zeros(0)
+    """Return the absolute values of all weights as one vector."""
+    if not w:
+        return torch.zeros(0)
+    return flatten(w).abs()
 
 
-def budget(w: Tree, x: Tree, ratios: tuple[float, float]) -> int:
-    """How many of the d weights w a client holds: int(r^2 d), about as many as a submodel of width r has."""
+def weight_budget(w: Tree, x: Tree, ratios: tuple[float, float]) -> int:
+    """Return how many of the weights w a client holds.
+
+    That is int(r^2 d) of d weights, about as many as a submodel of width r has; r is the first of
+    `ratios` for tensors of x, the second for those of y.
+    """
     held = sum(ratios[name not in x] ** 2 * tensor.numel() for name, tensor in w.items())
     return max(1, int(held + 1e-6))  # 0.7**2 * 100 is 48.99999999999999
 
 
-def held_mean(fed: Federation, r: Replies, name: str, held: Sequence[Tree]) -> Tree:
-    """`Replies.coverage_mean` where clients hold single weights: held[j] says which the j-th reply is of, and it is 0
-    elsewhere. Records the coverage."""
+def masked_mean(fed: Federation, r: Replies, name: str, masks: Sequence[Tree]) -> Tree:
+    """Return the mean of each coordinate over the clients that hold it, and record the coverage.
+
+    This is `Replies.coverage_mean` for clients that hold single weights.
+
+    Args:
+        fed: The federation.
+        r: The replies; they are 0 where a client holds nothing.
+        name: The value that is averaged.
+        masks: Which coordinates of it each reply holds, in the order of the replies.
+
+    Returns:
+        The mean, 0 where no client holds the coordinate.
+    """
     total = r.mean(name) * len(r)
-    counts = weights = zeros_like(total)
-    for reply, mask in zip(r, held, strict=True):
+    counts = zeros_like(total)
+    weights = zeros_like(total)
+    for reply, mask in zip(r, masks, strict=True):
         ones = mask.map(Tensor.to, total)
-        counts, weights = counts + ones, weights + reply.weight * ones
-    fed.record(**coverage(str(r.phase.reply[name]), flatten(counts)))
+        counts = counts + ones
+        weights = weights + reply.weight * ones
+    fed.record(**coverage_metrics(str(r.phase.reply[name]), flatten(counts)))
     return total.map(lambda t, w: torch.where(w > 0, t / w, 0.0), weights)  # type: ignore[no-any-return]

@@ -116,10 +116,10 @@ def run(
     from fedbilevel.cli.track import trackers
     from fedbilevel.core import ranks
     from fedbilevel.experiments import config as configs
-    from fedbilevel.experiments.runner import prepare
+    from fedbilevel.experiments.runner import prepare_run
     from fedbilevel.runs.recorder import Recorder
 
-    ranks.start()
+    ranks.initialize()
     if ranks.rank():  # the first one speaks for all
         quiet = True
         json_ = tensorboard = mlflow = False
@@ -141,18 +141,18 @@ def run(
     _check_federation(federation, stock, keys)
     config = _with_clients(resolve, clients)
     title = f"{Path(place).stem} {config.label} seed {config.experiment.seed}"
-    folder = ranks.first(lambda: out or _fresh(Path("runs", title.replace(" ", "-"))))
+    folder = ranks.on_first_rank(lambda: out or _fresh(Path("runs", title.replace(" ", "-"))))
     if federation == "flower":
         summary = _run_flower(
             config, title, folder, clients, resume, data_dir, quiet or json_, stock, keys
         )
         _finish(summary, folder, quiet, json_)
     if federation == "ray":
-        from fedbilevel.cli.federation import simulate
+        from fedbilevel.cli.federation import simulate_on_ray
 
-        _finish(simulate(config, folder, resume, data_dir), folder, quiet, json_)
-    with ranks.together():
-        prepared = prepare(config, data_dir)
+        _finish(simulate_on_ray(config, folder, resume, data_dir), folder, quiet, json_)
+    with ranks.fail_together():
+        prepared = prepare_run(config, data_dir)
         recorder = Recorder(
             prepared, folder, config.table, resume, config.experiment.checkpoint_every
         )
@@ -222,18 +222,18 @@ def _run_flower(
     if ":" in config.table["task"]["name"]:
         own["task"] = config.table["task"]["name"]
 
-    def nodes(site: Deployment) -> None:
+    def start_nodes(deployment: Deployment) -> None:
         for partition in range(count):
-            site.node(partition, warm=not stock, options=own)
+            deployment.start_node(partition, warm=not stock, options=own)
 
     return serve(
         *(config, title, folder),
-        site=Deployment(keys=keys),
+        deployment=Deployment(keys=keys),
         clients=count,
         resume=resume,
         data_dir=data_dir,
         quiet=quiet,
-        local=nodes,
+        start_nodes=start_nodes,
     )
 
 
@@ -268,10 +268,10 @@ def serve_(
 ) -> None:
     """Run an experiment with clients on other machines: a Flower SuperLink with our server on it."""
     from fedbilevel.cli.federation import serve
-    from fedbilevel.deploy.flower.deployment import LOOPBACK, Deployment, check_plain
+    from fedbilevel.deploy.flower.deployment import LOOPBACK, Deployment, check_encryption
     from fedbilevel.experiments import config as configs
 
-    check_plain(host, keys is not None, plain)
+    check_encryption(host, keys is not None, plain)
     place, table = configs.read(experiment)
     overrides = _overrides(rounds=rounds, seed=seed)
 
@@ -288,9 +288,10 @@ def serve_(
             "whoever reaches port %d can submit code to this SuperLink: keep it behind a proxy (docs/deploy.md)",
             port,
         )
-    site = Deployment(host, port, keys)
+    deployment = Deployment(host, port, keys)
     parts = {"resume": resume, "data_dir": data_dir, "quiet": quiet or json_}
-    _finish(serve(config, title, folder, site=site, clients=clients, **parts), folder, quiet, json_)  # type: ignore[arg-type]
+    summary = serve(config, title, folder, deployment=deployment, clients=clients, **parts)  # type: ignore[arg-type]
+    _finish(summary, folder, quiet, json_)
 
 
 @app.command(
@@ -323,18 +324,16 @@ def join(
     """Be a client of a federation, with data that stays here."""
     from fedbilevel.cli.federation import join as join_
     from fedbilevel.deploy.flower.client import Node
-    from fedbilevel.deploy.flower.deployment import check_plain, split
-    from fedbilevel.experiments import config as configs
+    from fedbilevel.deploy.flower.deployment import check_encryption, split_address
+    from fedbilevel.experiments.parts import import_function
 
-    host, _ = split(address)
-    check_plain(host, ca is not None or key is not None, plain)
+    host, _ = split_address(address)
+    check_encryption(host, ca is not None or key is not None, plain)
     if client_data:
-        configs.imported(
-            "client-data", client_data
-        )  # what is wrong with it shows here, not in round 1
+        import_function("client-data", client_data)  # what is wrong with it shows here, not in round 1
     node = Node(partition, client_data, task, str(data_dir) if data_dir else None, device)
     secured = ca is not None or key is not None
-    join_(address, node, ca=ca, key=key, plain=not secured, stays_warm=warm)
+    join_(address, node, ca=ca, key=key, plain=not secured, warm=warm)
 
 
 @app.command(epilog="Example: fedbilevel keys keys --clients 3 --host fl.example.org")
@@ -500,15 +499,15 @@ def check(
     from fedbilevel.core import ranks
     from fedbilevel.diagnostics import check as diagnosis
     from fedbilevel.experiments import config as configs
-    from fedbilevel.experiments.runner import load
+    from fedbilevel.experiments.runner import load_task
 
     place, table = configs.read(experiment)
     config = configs.resolve(
         place, table, settings=set_, overrides=_overrides(task=task, data=data, seed=seed)
     )
-    loaded = load(config, data_dir)
+    loaded = load_task(config, data_dir)
     found = diagnosis.check(
-        loaded.problem.to(ranks.device(config.experiment.device)),
+        loaded.problem.to(ranks.local_device(config.experiment.device)),
         loaded.clients,
         config.environment,
         rounds=max(1, config.experiment.rounds),

@@ -21,7 +21,13 @@ from fedbilevel import report
 from fedbilevel.cli.progress import describe
 from fedbilevel.experiments.config import Config
 from fedbilevel.runs import folder as folders
-from fedbilevel.runs.recorder import EXTENSIBLE, check_same, holds_run, replace, without_none
+from fedbilevel.runs.folder import (
+    EXTENSIBLE,
+    check_same_settings,
+    holds_run,
+    without_none,
+    write_atomically,
+)
 
 POLL = 0.2  # seconds
 
@@ -61,7 +67,7 @@ class Comparison:
                 f"{folder} holds such runs already; go on with --resume or give another folder with --out"
             )
         for name in taken:
-            check_same(folder / name, members[name].table, self.extensible)
+            check_same_settings(folder / name, members[name].table, self.extensible)
         self.folder, self.members, self.data_dir, self.jobs = folder, members, data_dir, jobs
         self.waiting = [name for name in members if not self._finished(name)]
         self.running: dict[str, subprocess.Popen[bytes]] = {}
@@ -120,7 +126,7 @@ class Comparison:
         path.mkdir(parents=True, exist_ok=True)
         (path / folders.SUMMARY).unlink(missing_ok=True)  # of a run whose budget was raised
         config = path / folders.CONFIG
-        replace(config, tomli_w.dumps(without_none(self.members[name].table)))
+        write_atomically(config, tomli_w.dumps(without_none(self.members[name].table)))
         command = [
             sys.executable,
             "-c",

@@ -1,4 +1,4 @@
-"""Real federations from the command line: `serve`, `join`, `keys`, and `run --federation flower`."""
+"""Real federations from the command line: `serve`, `join` and `run --federation flower|ray`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,89 +21,110 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel.cli.progress import Progress
-from fedbilevel.deploy.flower import client, deployment, warm
-from fedbilevel.deploy.flower.app import LOG, run_job
-from fedbilevel.deploy.flower.deployment import Deployment, DeploymentError
-from fedbilevel.experiments.config import Config
-from fedbilevel.runs.folder import METRICS, SUMMARY
-from fedbilevel.runs.recorder import check_folder, without_none
-
-PATIENCE_S = (
-    90.0  # in which a SuperNode must stay up: the session of one that was killed lasts a minute
+from fedbilevel.deploy.flower import client, warm_node
+from fedbilevel.deploy.flower.app import SERVER_LOG, run_experiment
+from fedbilevel.deploy.flower.deployment import (
+    Deployment,
+    DeploymentError,
+    is_running,
+    process_environment,
+    read_report,
+    supernode_command,
 )
-STOP_S = 600.0  # that a server has to end the iteration it is in
+from fedbilevel.experiments.config import Config
+from fedbilevel.runs.folder import METRICS, SUMMARY, check_writable, without_none
+
+MONITOR_POLL_S = 0.1
+STOP_TIMEOUT_S = 600.0  # in which a server that is asked to stop must end its iteration
+# A SuperNode that has stayed up once was connected. One that was killed and restarted is refused
+# until its old session has expired, about a minute later.
+SUPERNODE_STABLE_S = 20.0
+SUPERNODE_TIMEOUT_S = 90.0
 
 
-class Follower:
-    """Watches a run that a server on a SuperLink writes: shows its metrics and its warnings, and knows how it ended."""
+class RunMonitor:
+    """Follows a run that a server on a SuperLink writes, and shows its metrics and warnings.
+
+    Args:
+        report: the file in which the server reports (see `Deployment.submit`).
+        folder: the run folder.
+        progress: shows the metrics.
+
+    Attributes:
+        stop_requests: how often the user has asked to stop. The first time, the server may end its
+            iteration; the second time, it is not waited for.
+    """
 
     def __init__(self, report: Path, folder: Path, progress: Progress) -> None:
-        self.report, self.folder, self.progress = report, folder, progress
-        self.places = {
-            name: (folder / name).stat().st_size if (folder / name).exists() else 0
-            for name in (LOG,)
-        }
-        self.stopping = 0
+        self.report = report
+        self.folder = folder
+        self.progress = progress
+        self.stop_requests = 0
+        # How far each file was read. Metrics of a resumed run are shown again, warnings are not.
+        self._offsets = {METRICS: 0, SERVER_LOG: 0}
+        log = folder / SERVER_LOG
+        if log.exists():
+            self._offsets[SERVER_LOG] = log.stat().st_size
 
-    def follow(self, site: Deployment) -> dict[str, Any]:
-        """Wait for the end; what the server said last."""
-        stopped_at = 0.0
+    def wait(self, deployment: Deployment) -> dict[str, Any]:
+        """Wait until the run has ended, and return the last report of the server.
+
+        Raises:
+            DeploymentError: a process of the deployment has ended before the run.
+        """
+        asked_to_stop_at = 0.0
         while True:
-            said = deployment.read_report(self.report)
-            self._show()
-            if "status" in said:
-                return said
-            site.check()
-            if "pid" in said and not deployment.alive(said["pid"]):
-                said = deployment.read_report(self.report)
-                return (
-                    said
-                    if "status" in said
-                    else {"status": "failed", "error": "the server was killed"}
-                )
-            if self.stopping and "pid" in said:
-                if not stopped_at:
-                    stopped_at = time.monotonic()
-                    os.kill(said["pid"], signal.SIGTERM)
-                elif self.stopping > 1 or time.monotonic() - stopped_at > STOP_S:
-                    return {
-                        "status": "interrupted",
-                        "error": "interrupted in a round; --resume repeats it",
-                    }
-            time.sleep(0.1)
+            report = read_report(self.report)
+            self._show_news()
+            if "status" in report:
+                return report
+            deployment.check_processes()
+            if "pid" in report and not is_running(report["pid"]):
+                report = read_report(self.report)  # the last one may have been written meanwhile
+                if "status" in report:
+                    return report
+                return {"status": "failed", "error": "the server was killed"}
+            if self.stop_requests and "pid" in report:
+                if not asked_to_stop_at:
+                    asked_to_stop_at = time.monotonic()
+                    os.kill(report["pid"], signal.SIGTERM)
+                elif self.stop_requests > 1 or time.monotonic() - asked_to_stop_at > STOP_TIMEOUT_S:
+                    reason = "interrupted within a round, which --resume repeats"
+                    return {"status": "interrupted", "error": reason}
+            time.sleep(MONITOR_POLL_S)
 
-    def _show(self) -> None:
-        for line in self._lines(METRICS):
+    def _show_news(self) -> None:
+        for line in self._new_lines(METRICS):
             with suppress(ValueError):
                 self.progress.show(json.loads(line))
-        for line in self._lines(LOG):
+        for line in self._new_lines(SERVER_LOG):
             if " WARNING " in line or " ERROR " in line:
-                logging.getLogger("fedbilevel").warning("%s", line.strip().split(" ", 3)[-1])
+                text = line.strip().split(" ", 3)[-1]  # without date, time and level
+                logging.getLogger("fedbilevel").warning("%s", text)
 
-    def _lines(self, name: str) -> list[str]:
-        """Whole lines that were added."""
+    def _new_lines(self, name: str) -> list[str]:
+        """Return the complete lines that were added to a file of the run folder."""
         path = self.folder / name
         if not path.exists():
             return []
         with path.open("rb") as file:
-            start = self.places.get(name, 0)
-            file.seek(start)
+            file.seek(self._offsets[name])
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self.places[name] = start + len(whole)
-        return whole.decode("utf-8", "replace").splitlines()
+        complete = text[: text.rfind(b"\n") + 1]
+        self._offsets[name] += len(complete)
+        return complete.decode("utf-8", "replace").splitlines()
 
 
 @contextmanager
 def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, lambda *_: stop())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    """Call `stop` on SIGINT and SIGTERM."""
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, lambda *_: stop())
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -112,104 +133,162 @@ def serve(
     title: str,
     folder: Path,
     *,
-    site: Deployment,
+    deployment: Deployment,
     clients: int | None,
     resume: bool,
     data_dir: Path | None,
     quiet: bool,
-    local: Callable[[Deployment], None] | None = None,
+    start_nodes: Callable[[Deployment], None] | None = None,
 ) -> dict[str, Any]:
-    """Run an experiment on a SuperLink of its own; `local` starts nodes on this machine. Returns the summary."""
+    """Run an experiment on a SuperLink of its own, and show its progress.
+
+    Args:
+        config: the experiment.
+        title: what the progress is called.
+        folder: the run folder.
+        deployment: where the SuperLink will be; it is started and stopped here.
+        clients: the number of clients. None: that of the task.
+        resume: whether to resume the run in the folder.
+        data_dir: folder of the data sets. None: the default folder.
+        quiet: whether to show no progress.
+        start_nodes: starts nodes on this machine. None: nodes join from elsewhere.
+
+    Returns:
+        The summary of the run.
+
+    Raises:
+        DeploymentError: a process has failed, or the run left no summary.
+    """
     folder = folder.resolve()
-    check_folder(folder, config.table, resume)
-    stopped = [0]
-    with Progress(title, config.experiment.rounds, quiet) as progress, site:
-        follower: Follower | None = None
+    check_writable(folder, config.table, resume)
+    monitor: RunMonitor | None = None
+    stop_requests = 0
 
-        def stop() -> None:
-            stopped[0] += 1
-            if follower is None:
-                raise KeyboardInterrupt
-            follower.stopping = stopped[0]
+    def stop() -> None:
+        nonlocal stop_requests
+        stop_requests += 1
+        if monitor is None:
+            raise KeyboardInterrupt
+        monitor.stop_requests = stop_requests
 
-        with _stop_signals(stop):
-            site.superlink()
-            experiment = site.folder / "experiment.toml"
-            experiment.write_text(tomli_w.dumps(without_none(config.table)), "utf-8")
-            job: dict[str, Any] = {
-                "experiment": str(experiment),
-                "out": str(folder),
-                "resume": resume,
-            }
-            job |= {
-                "clients": clients or 0,
-                "data_dir": str(data_dir.resolve()) if data_dir else "",
-            }
-            report = site.submit(**job)
-            follower = Follower(report, folder, progress)
-            if local:
-                local(site)
-            said = follower.follow(site)
-    if said["status"] == "failed" or not (folder / SUMMARY).exists():
-        raise DeploymentError(
-            said.get("error") or "the server was killed; --resume goes on from its last checkpoint"
+    with (
+        Progress(title, config.experiment.rounds, quiet) as progress,
+        deployment,
+        _stop_signals(stop),
+    ):
+        deployment.start_superlink()
+        experiment = _write_experiment(deployment.folder, config)
+        report = deployment.submit(
+            experiment=str(experiment),
+            out=str(folder),
+            resume=resume,
+            clients=clients or 0,
+            data_dir=_absolute(data_dir),
         )
-    return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
+        monitor = RunMonitor(report, folder, progress)
+        if start_nodes is not None:
+            start_nodes(deployment)
+        outcome = monitor.wait(deployment)
+    if outcome["status"] == "failed" or not (folder / SUMMARY).exists():
+        killed = "the server was killed; --resume continues from its last checkpoint"
+        raise DeploymentError(outcome.get("error") or killed)
+    return _read_summary(folder)
 
 
-def simulate(config: Config, folder: Path, resume: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Run an experiment on Flower's simulation engine: its clients in processes of Ray, on one machine or many."""
+def simulate_on_ray(
+    config: Config, folder: Path, resume: bool, data_dir: Path | None
+) -> dict[str, Any]:
+    """Run an experiment on Flower's simulation engine, with clients in processes of Ray.
+
+    Args:
+        config: the experiment.
+        folder: the run folder.
+        resume: whether to resume the run in the folder.
+        data_dir: folder of the data sets. None: the default folder.
+
+    Returns:
+        The summary of the run.
+
+    Raises:
+        DeploymentError: Ray is not installed.
+    """
     try:
         import ray  # noqa: F401
         from flwr.simulation import run_simulation
     except ImportError:
         raise DeploymentError(
-            "Ray is not installed; `pip install 'fedbilevel[ray]'` brings it"
+            "Ray is not installed; `pip install 'fedbilevel[ray]'` installs it"
         ) from None
     folder = folder.resolve()
-    check_folder(folder, config.table, resume)
-    app, failed = ServerApp(), list[Exception]()
+    check_writable(folder, config.table, resume)
+    app = ServerApp()
+    errors: list[Exception] = []  # Flower's engine logs an exception of the server and drops it
     with tempfile.TemporaryDirectory() as work:
-        experiment = Path(work, "experiment.toml")
-        experiment.write_text(tomli_w.dumps(without_none(config.table)), "utf-8")
-        job: dict[str, Any] = {"experiment": str(experiment), "clients": 0, "resume": resume}
-        job["data-dir"] = str(data_dir.resolve()) if data_dir else ""
+        run_config = {
+            "experiment": str(_write_experiment(Path(work), config)),
+            "clients": 0,
+            "resume": resume,
+            "data-dir": _absolute(data_dir),
+        }
 
         @app.main()
         def main(grid: Grid, context: Context) -> None:
             try:
-                run_job(grid, job, folder)
+                run_experiment(grid, run_config, folder)
             except Exception as error:
-                failed.append(error)
+                errors.append(error)
 
-        clients = len(config.load_task(data_dir).clients)
-        one_core: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-        name = config.table["task"]["name"]
-        own = {"data-dir": job["data-dir"] or None, "task": name if ":" in name else None}
-        played = _played({key: value for key, value in own.items() if value})
-        run_simulation(app, played, clients, backend_config=one_core)
-    if failed:
-        raise failed[0]
-    return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
+        settings = {}
+        if data_dir is not None:
+            settings["data-dir"] = _absolute(data_dir)
+        task_name = config.table["task"]["name"]
+        if ":" in task_name:
+            settings["task"] = task_name
+        run_simulation(
+            app,
+            _simulated_client_app(settings),
+            len(config.load_task(data_dir).clients),
+            backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+        )
+    if errors:
+        raise errors[0]
+    return _read_summary(folder)
 
 
-def _played(settings: dict[str, str]) -> ClientApp:
-    """Our client for nodes that Flower's simulation makes up, which have no settings of their own."""
+def _simulated_client_app(settings: Mapping[str, str]) -> ClientApp:
+    """Return our client app for the nodes of Flower's simulation engine.
 
-    def told(
+    Such a node is told its partition only; the other settings of a node are added here.
+    """
+
+    def add_settings(
         message: Message, context: Context, answer: Callable[[Message, Context], Message]
     ) -> Message:
         context.node_config.update(settings)
         return answer(message, context)
 
-    app = ClientApp(mods=[told])
-    for route, handler in (
-        (app.query, client.hello),
-        (app.train, client.task),
-        (app.evaluate, client.evaluate),
-    ):
-        route()(handler)
+    app = ClientApp(mods=[add_settings])
+    app.query()(client.hello)
+    app.train()(client.task)
+    app.evaluate()(client.evaluate)
     return app
+
+
+def _write_experiment(folder: Path, config: Config) -> Path:
+    path = folder / "experiment.toml"
+    path.write_text(tomli_w.dumps(without_none(config.table)), "utf-8")
+    return path
+
+
+def _absolute(path: Path | None) -> str:
+    """Return an absolute path for another process, empty for None."""
+    if path is None:
+        return ""
+    return str(path.resolve())
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / SUMMARY).read_text("utf-8")))
 
 
 def join(
@@ -219,36 +298,46 @@ def join(
     ca: Path | None,
     key: Path | None,
     plain: bool,
-    stays_warm: bool,
+    warm: bool,
 ) -> None:
-    """Be a client until ended: a warm node in this process, or one of Flower's SuperNodes under our eyes."""
-    if stays_warm:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-        logging.getLogger("fedbilevel").setLevel(logging.INFO)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        settings = {"partition-id": node.partition, **_settings(node)}
-        warm.serve(warm.Link(address, ca, key, plain), client.app, settings)
-        return
-    command = deployment.node_command(
-        address, node.partition, ca=ca, key=key, plain=plain, settings=_settings(node)
-    )
-    _supervise(command)
+    """Be a client until the process is ended.
 
+    Args:
+        address: host:port of the SuperLink.
+        node: which client this is, and what it will run.
+        ca: certificate of the authority that signed the server's certificate.
+        key: private key of the node.
+        plain: whether to connect without encryption.
+        warm: whether this process becomes a warm node, or supervises a stock SuperNode.
 
-def _settings(node: client.Node) -> dict[str, str]:
-    given = {
+    Raises:
+        RefusedError: a warm node could not connect.
+        DeploymentError: a stock SuperNode could not connect.
+    """
+    settings = {
         "client-data": node.client_data,
         "task": node.task,
         "data-dir": node.data_dir,
         "device": node.device,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not warm:
+        _supervise(
+            supernode_command(address, node.partition, ca=ca, key=key, plain=plain, settings=given)
+        )
+        return
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("fedbilevel").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    connection = warm_node.ConnectionSettings(address, ca, key, plain)
+    warm_node.run_node(connection, client.app, {"partition-id": node.partition, **given})
 
 
 def _supervise(command: list[str]) -> None:
-    """Flower's node ends when its SuperLink does, and is refused for a while after it was killed: start it again.
+    """Run a stock SuperNode, and restart it whenever it ends.
 
-    One that never stayed up is given up after a while.
+    It ends when its SuperLink does, and is refused for a while after it was killed. One that has
+    never stayed up is given up.
     """
     process: subprocess.Popen[bytes] | None = None
 
@@ -261,12 +350,13 @@ def _supervise(command: list[str]) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    lasted, first = False, time.monotonic()
+    give_up_at = time.monotonic() + SUPERNODE_TIMEOUT_S
+    stayed_up = False
     while True:
         started = time.monotonic()
-        process = subprocess.Popen(command, env=deployment.surroundings(), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=process_environment(), stdin=subprocess.DEVNULL)
         code = process.wait()
-        lasted = lasted or time.monotonic() - started > 20
-        if not lasted and time.monotonic() - first > PATIENCE_S:
+        stayed_up = stayed_up or time.monotonic() - started > SUPERNODE_STABLE_S
+        if not stayed_up and time.monotonic() > give_up_at:
             raise DeploymentError(f"the SuperNode ends at once, with code {code}")
-        time.sleep(warm.RETRY_S)
+        time.sleep(warm_node.RECONNECT_S)

@@ -8,8 +8,9 @@ from typing import Any
 
 from fedbilevel import algorithms, data, tasks
 from fedbilevel.core import checks
-from fedbilevel.core.settings import REQUIRED, Setting, declared
+from fedbilevel.core.settings import REQUIRED, Setting, declared_settings
 from fedbilevel.experiments import config as configs
+from fedbilevel.experiments.parts import RUN_ARGUMENTS
 
 # A line, and what declares settings, if anything does.
 Entry = tuple[str, Callable[..., Any] | None]
@@ -56,7 +57,7 @@ LISTINGS = {
 
 def _settings(of: Callable[..., Any]) -> list[str]:
     """One line per setting: its default as one would write it in TOML, and what is allowed."""
-    found = declared(of, without=configs.GIVEN)
+    found = declared_settings(of, without=RUN_ARGUMENTS)
     width = max((len(_default(setting)) for setting in found), default=0)
     return [f"    {_default(setting):{width}}   {setting.rule.text}" for setting in found]
 

@@ -19,7 +19,12 @@ from fedbilevel.core import rng
 from fedbilevel.experiments import config as configs
 from fedbilevel.experiments.config import Config
 from fedbilevel.runs import folder as folders
-from fedbilevel.runs.recorder import check_same, holds_run, replace, without_none
+from fedbilevel.runs.folder import (
+    check_same_settings,
+    holds_run,
+    without_none,
+    write_atomically,
+)
 
 REACH = 10.0  # scales lie between 1 / REACH and REACH
 
@@ -77,7 +82,7 @@ class Tuning(Comparison):
         super().__init__(folder, begun, data_dir, resume, jobs)
         for path in filter(holds_run, folder.glob("*/trial-0")):
             if path.parent.name not in methods:  # tuned.toml holds it too
-                check_same(path, config.table, but=("algorithm", "environment", "runtime"))
+                check_same_settings(path, config.table, ignoring=("algorithm", "environment", "runtime"))
         for name in methods:
             self._follow(name)
 
@@ -148,7 +153,7 @@ class Tuning(Comparison):
         if best:
             counts = {name: len(trials) for name, trials in methods.items()}
             file = self.folder / "tuned.toml"
-            replace(file, self._tuned(best, counts))
+            write_atomically(file, self._tuned(best, counts))
             tuned = str(file)
         rows = []
         for name, trials in methods.items():

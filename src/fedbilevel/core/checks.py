@@ -1,14 +1,28 @@
-"""Checks of what a user gives: each failure is one sentence with the name, the value and what is allowed."""
+"""Checks of values that a user passes in.
+
+Every check takes the name of the value and the value, and returns the value. A value that is not
+allowed raises a `TypeError` or `ValueError` whose message is one sentence: the name, the value and
+what is allowed.
+
+Example:
+    >>> from fedbilevel.core import checks
+    >>> checks.integer("clients", 3, least=1)
+    3
+    >>> checks.positive("lr", 0)
+    Traceback (most recent call last):
+        ...
+    ValueError: lr is 0; it must be above 0
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: object) -> float:
+    """Check that `value` is a finite int or float; a bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     if not math.isfinite(value):
@@ -16,52 +30,70 @@ def number(name: str, value: Any) -> float:
     return value
 
 
-def boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: object) -> bool:
+    """Check that `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be true or false")
     return value
 
 
-def string(name: str, value: Any) -> str:
+def string(name: str, value: object) -> str:
+    """Check that `value` is a string."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; it must be a string")
     return value
 
 
-def whole(name: str, value: Any) -> int:
+def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """Check that `value` is an int (not a bool) from `least` to `most`, both included.
+
+    `most` may only be given together with `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; it must be a whole number")
-    return value
-
-
-def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    if whole(name, value) < least or (most is not None and value > most):
-        raise ValueError(
-            f"{name} is {value}; it must be {f'at least {least}' if most is None else f'{least} to {most}'}"
-        )
+    too_small = least is not None and value < least
+    too_large = most is not None and value > most
+    if too_small or too_large:
+        allowed = f"at least {least}"
+        if most is not None:
+            allowed = f"{least} to {most}"
+        raise ValueError(f"{name} is {value}; it must be {allowed}")
     return int(value)
 
 
-def positive(name: str, value: Any) -> float:
-    if number(name, value) <= 0:
+def positive(name: str, value: object) -> float:
+    """Check that `value` is a number above 0."""
+    checked = number(name, value)
+    if checked <= 0:
         raise ValueError(f"{name} is {value}; it must be above 0")
-    return float(value)
+    return float(checked)
 
 
-def non_negative(name: str, value: Any) -> float:
-    if number(name, value) < 0:
+def non_negative(name: str, value: object) -> float:
+    """Check that `value` is a number, at least 0."""
+    checked = number(name, value)
+    if checked < 0:
         raise ValueError(f"{name} is {value}; it must not be negative")
-    return float(value)
+    return float(checked)
 
 
-def fraction(name: str, value: Any) -> float:
-    """A number in (0, 1]."""
-    if not 0 < number(name, value) <= 1:
+def fraction(name: str, value: object) -> float:
+    """Check that `value` is a number in (0, 1]."""
+    checked = number(name, value)
+    if not 0 < checked <= 1:
         raise ValueError(f"{name} is {value}; it must be in (0, 1]")
-    return float(value)
+    return float(checked)
 
 
-def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+def pair(name: str, value: object) -> tuple[float, float]:
+    """Check that `value` is a tuple or list of two numbers."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} is {value!r}; it must be a pair (low, high)")
+    return number(name, value[0]), number(name, value[1])
+
+
+def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
+    """Check that `value` is one of the `allowed` strings; the message suggests the closest one."""
     allowed = list(allowed)
     if value not in allowed:
         names = ", ".join(map(repr, allowed))
@@ -70,20 +102,16 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
     return str(value)
 
 
-def suggestion(value: Any, allowed: Iterable[str]) -> str:
-    """The end of a sentence that refuses a misspelt name; empty if no allowed name is close."""
+def suggestion(value: object, allowed: Iterable[str]) -> str:
+    """Return "; did you mean ...?" if an allowed name is close to `value`, else ""."""
     close = get_close_matches(str(value), list(map(str, allowed)), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    if not close:
+        return ""
+    return f"; did you mean {close[0]!r}?"
 
 
-def unknown(key: str, known: Iterable[str]) -> str:
-    """The sentence that refuses a dotted key."""
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Return the message for a dotted key (such as "task.clients") whose last part is not known."""
     known = list(known)
     hint = suggestion(key.split(".")[-1], known)
     return f"unknown key {key!r}; allowed are {', '.join(known) or 'none'}{hint}"
-
-
-def pair(name: str, value: Any) -> tuple[float, float]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name} is {value!r}; it must be a pair (low, high)")
-    return number(name, value[0]), number(name, value[1])

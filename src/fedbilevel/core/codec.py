@@ -1,4 +1,15 @@
-"""Nests of dicts, lists, tuples, trees, tensors, numbers and strings as JSON and a list of tensors; no pickle."""
+"""Nested values as JSON and named tensors, without pickle: for checkpoints, memories and messages.
+
+A value is a nest of dicts, lists, tuples, trees, tensors, numbers, strings, booleans and None.
+
+Example:
+    >>> tensors = {}
+    >>> plain = pack({"x": Tree(w=torch.ones(2)), "t": (3, None)}, tensors)
+    >>> plain
+    {'dict': [['x', {'tree': {'w': {'tensor': '0'}}}], ['t', {'tuple': [3, None]}]]}
+    >>> unpack(plain, tensors)
+    {'x': {'w': tensor([1., 1.])}, 't': (3, None)}
+"""
 
 from __future__ import annotations
 
@@ -11,8 +22,26 @@ from torch import Tensor
 from fedbilevel.core.tree import Tree
 
 
-def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """JSON, with every tensor replaced by its number and every kind that JSON lacks by a one-entry object."""
+def pack(value: object, tensors: dict[str, Tensor]) -> object:
+    """Convert a nested value to plain JSON and collect its tensors.
+
+    Every tensor, tree, dict and tuple becomes an object with one entry, whose key says which of
+    them it was; lists, numbers, strings, booleans and None stay as they are.
+
+    Args:
+        value: the nested value.
+        tensors: receives a copy on the CPU of every tensor, named by its number.
+
+    Returns:
+        The value as JSON.
+
+    Raises:
+        TypeError: the value holds an object of another type.
+
+    Example:
+        >>> pack((1, "a", None), {})
+        {'tuple': [1, 'a', None]}
+    """
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -21,7 +50,7 @@ def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"tree": {name: pack(item, tensors) for name, item in value.items()}}
     if isinstance(value, dict):
         return {"dict": [[pack(key, tensors), pack(item, tensors)] for key, item in value.items()]}
-    if type(value) is tuple:  # a named tuple would come back without its names
+    if type(value) is tuple:  # a named tuple would come back as a plain one
         return {"tuple": [pack(item, tensors) for item in value]}
     if isinstance(value, list):
         return [pack(item, tensors) for item in value]
@@ -30,7 +59,20 @@ def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"a checkpoint cannot hold {type(value).__name__}, nor can a message")
 
 
-def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unpack(value: object, tensors: Mapping[str, Tensor]) -> Any:
+    """Convert the output of `pack` back to the nested value.
+
+    Args:
+        value: JSON as `pack` returns it.
+        tensors: the tensors that `pack` collected.
+
+    Returns:
+        The nested value; its tensors are those of `tensors`, not copies.
+
+    Example:
+        >>> unpack({"tuple": [1, {"tensor": "0"}]}, {"0": torch.tensor(2)})
+        (1, tensor(2))
+    """
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):

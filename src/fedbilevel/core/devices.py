@@ -1,61 +1,133 @@
-"""Where tensors live: the CPU, or a GPU if there is one."""
+"""Devices, and copies between the CPU and a GPU that do not wait."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 
-def chosen(device: str) -> str:
-    """The device of this name, which must be there; "auto" is a GPU if there is one."""
-    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+def resolve_device(device: str) -> str:
+    """Return the name of an available device.
+
+    Args:
+        device: "cpu", "cuda", "cuda:N", or "auto" for a GPU if there is one, else the CPU.
+
+    Returns:
+        The name of the device; never "auto".
+
+    Raises:
+        ValueError: the device is not available on this machine.
+
+    Example:
+        >>> resolve_device("cpu")
+        'cpu'
+    """
+    available = ["cpu"]
+    if torch.cuda.is_available():
+        available.append("cuda")
     if device == "auto":
-        return here[-1]
-    kind, _, number = device.partition(":")
-    if kind not in here or (
-        number
-        and not (kind == "cuda" and number.isdigit() and int(number) < torch.cuda.device_count())
-    ):
-        raise ValueError(
-            f"device is {device!r}; this machine has {' and '.join(map(repr, here))}, and 'auto' is the last"
-        )
+        return available[-1]
+    kind, _, index = device.partition(":")
+    known = kind in available
+    if index:
+        known = kind == "cuda" and kind in available and _is_gpu_index(index)
+    if not known:
+        names = " or ".join(map(repr, ["auto", *available]))
+        raise ValueError(f"device is {device!r}; on this machine it must be {names}")
     return device
 
 
-def sent(values: Any, device: str | torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers on a device, which is not waited for."""
+def _is_gpu_index(text: str) -> bool:
+    return text.isdigit() and int(text) < torch.cuda.device_count()
+
+
+def to_device(
+    values: float | Sequence[float] | Tensor,
+    device: str | torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for the copy to a GPU.
+
+    Args:
+        values: a number, a sequence of numbers or a tensor.
+        device: the device of the result.
+        dtype: the dtype of the result; None infers it as `torch.as_tensor` does.
+
+    Returns:
+        The tensor.
+
+    Example:
+        >>> to_device([1, 2], "cpu", torch.float64)
+        tensor([1., 2.], dtype=torch.float64)
+    """
     return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=256)
 def constant(values: tuple[float, ...], device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """The same for numbers that come again and again; the tensor must not be changed."""
-    return sent(values, device, dtype)
+    """Return numbers as a tensor on a device, from a cache if they were asked for before.
+
+    Args:
+        values: the numbers.
+        device: the device of the result.
+        dtype: the dtype of the result.
+
+    Returns:
+        The tensor. All callers share it, so it must not be changed in place.
+
+    Example:
+        >>> constant((1.0, 2.0), "cpu", torch.float64)
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    return to_device(values, device, dtype)
 
 
-def fetched(tensor: Tensor) -> Callable[[], Tensor]:
-    """A tensor on the CPU, for later: whoever calls waits until the device has come that far, and no further."""
+def fetch_async(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start copying a tensor to the CPU, and return a function that waits for the copy.
+
+    Args:
+        tensor: a tensor on any device.
+
+    Returns:
+        A function that returns the tensor on the CPU. It waits until the GPU has done the work that
+        was queued before this call, not the work that was queued since.
+
+    Example:
+        >>> fetch = fetch_async(torch.ones(2))
+        >>> fetch()
+        tensor([1., 1.])
+    """
     if not tensor.is_cuda:
         return lambda: tensor
-    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-        tensor, non_blocking=True
-    )
-    done = torch.cuda.Event()
-    done.record()
+    on_cpu = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    on_cpu.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def there() -> Tensor:
-        done.synchronize()
-        return here
+    def wait() -> Tensor:
+        copied.synchronize()
+        return on_cpu
 
-    return there
+    return wait
 
 
 def stack_bytes(device: str) -> int:
-    """What a stack of clients may take: two gigabytes, or a quarter of a GPU."""
+    """Return the default memory limit for a stack of clients.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+
+    Returns:
+        2 GiB on a CPU, a quarter of the memory of a GPU.
+
+    Example:
+        >>> stack_bytes("cpu")
+        2147483648
+    """
     if device == "cpu":
         return 2**31
-    return int(torch.cuda.get_device_properties(device).total_memory // 4)
+    memory: int = torch.cuda.get_device_properties(device).total_memory
+    return memory // 4

@@ -1,9 +1,10 @@
-"""The judge: the true hypergradient of the pooled problem,
+"""The true hypergradient of the pooled problem, to measure methods against.
 
-    grad Phi(x) = grad_x F - d2xy G [d2yy G]^-1 grad_y F   at (x, y*(x)),   F = sum p_i f_i,  G = sum p_i g_i,
+    grad Phi(x) = grad_x F - d2xy G [d2yy G]^-1 grad_y F    at (x, y*(x)),
+    F = sum_i p_i f_i,   G = sum_i p_i g_i.
 
-with the lower level solved to the precision of the numbers it is given in. It reads every client's data, which no
-algorithm may: it is for tests, metrics and small problems.
+The lower level is solved to the precision of its dtype. These functions read the data of all
+clients, which no algorithm may do: they are for tests, metrics and small problems.
 """
 
 from __future__ import annotations
@@ -25,11 +26,20 @@ from fedbilevel.core.tree import Tree, dot, flatten, norm, unflatten
 
 Method = Literal["exact", "cg", "neumann"]
 METHODS = ("exact", "cg", "neumann")
-DENSE_LIMIT = 5000  # above this many numbers in y, a dense Hessian is refused
+DENSE_LIMIT = 5000  # the largest number of entries of y for which a dense Hessian is built
 
 
-class Pooled:
-    """The problem a server with all the data would see."""
+class PooledProblem:
+    """The global losses F and G, on the data of all clients.
+
+    Args:
+        problem: a problem with a shared lower level.
+        clients: the data of all clients.
+        weights: the weights p_i; see `client_weights`.
+
+    Raises:
+        ValueError: the lower level is private, or the weights do not fit the clients.
+    """
 
     def __init__(
         self, problem: Problem, clients: Sequence[ClientData], weights: str | Sequence[float]
@@ -40,48 +50,59 @@ class Pooled:
             )
         self.oracle = Oracle(problem)
         self.weights = client_weights(weights, clients)
-        self.batches = [
-            Batch(client.train, client.val, torch.zeros((), dtype=torch.int64))
-            for client in clients
-        ]
+        key = torch.zeros((), dtype=torch.int64)
+        self.batches = [Batch(client.train, client.val, key) for client in clients]
 
     def upper(self, x: Tree, y: Tree) -> Tensor:
-        """F(x, y)."""
-        values = [self.oracle.upper(x, y, batch) for batch in self.batches]
-        return torch.stack([p * value for p, value in zip(self.weights, values, strict=True)]).sum()
+        """The global upper loss F(x, y)."""
+        return self._mean(self.oracle.upper, x, y)
 
     def lower(self, x: Tree, y: Tree) -> Tensor:
-        """G(x, y)."""
-        values = [self.oracle.lower(x, y, batch) for batch in self.batches]
+        """The global lower loss G(x, y)."""
+        return self._mean(self.oracle.lower, x, y)
+
+    def _mean(self, loss: Callable[[Tree, Tree, Batch], Tensor], x: Tree, y: Tree) -> Tensor:
+        values = [loss(x, y, batch) for batch in self.batches]
         return torch.stack([p * value for p, value in zip(self.weights, values, strict=True)]).sum()
 
-    def slope(self, x: Tree, y: Tree, v: Tree) -> Tensor:
-        """<grad_y G, v>: its gradients are the second-order products."""
+    def lower_slope(self, x: Tree, y: Tree, v: Tree) -> Tensor:
+        """<grad_y G, v>; its gradients are the second-order products with v."""
         return dot(grad(self.lower, argnums=1)(x, y), v)
 
     def hessian(self, x: Tree, y: Tree) -> MatVec:
-        return lambda v: grad(self.slope, argnums=1)(x, y, v)
+        """The product v -> d2yy G v."""
+        return lambda v: grad(self.lower_slope, argnums=1)(x, y, v)
 
-    def dense(self, x: Tree, y: Tree) -> Solver:
-        """Solves with the Hessian written out."""
+    def dense_solver(self, x: Tree, y: Tree) -> Solver:
+        """A linear solver that builds d2yy G and factorises it.
+
+        Raises:
+            ValueError: y has more than `DENSE_LIMIT` entries, or d2yy G is not positive definite.
+        """
         size = y.numel
         if size > DENSE_LIMIT:
             raise ValueError(
-                f"method 'exact' needs at most {DENSE_LIMIT} numbers in y, this problem has {size}; use 'cg'"
+                f"method 'exact' needs at most {DENSE_LIMIT} numbers in y, "
+                f"this problem has {size}; use 'cg'"
             )
-        H = jacrev(lambda v: flatten(grad(self.lower, argnums=1)(x, unflatten(v, y))))(flatten(y))
+
+        def gradient(vector: Tensor) -> Tensor:
+            return flatten(grad(self.lower, argnums=1)(x, unflatten(vector, y)))
+
+        H = jacrev(gradient)(flatten(y))
         factor, failed = torch.linalg.cholesky_ex(H)
         pivots = factor.diagonal() ** 2
-        if failed or not float(pivots.min()) > 10 * size * torch.finfo(H.dtype).eps * float(
-            pivots.max()
-        ):
+        rounding = 10 * size * torch.finfo(H.dtype).eps * float(pivots.max())
+        if failed or not float(pivots.min()) > rounding:
             raise ValueError(
-                "the Hessian of the lower level is not positive definite (is it strongly convex in y?)"
+                "the Hessian of the lower level is not positive definite "
+                "(is it strongly convex in y?)"
             )
 
         def solve(matvec: MatVec, b: Tree) -> Solution:
-            z = torch.cholesky_solve(flatten(b).unsqueeze(-1), factor).squeeze(-1)
-            residual = float((H @ z - flatten(b)).norm() / flatten(b).norm().clamp(min=1e-300))
+            vector = flatten(b)
+            z = torch.cholesky_solve(vector.unsqueeze(-1), factor).squeeze(-1)
+            residual = float((H @ z - vector).norm() / vector.norm().clamp(min=1e-300))
             return Solution(unflatten(z, y), residual, size)
 
         return solve
@@ -94,51 +115,101 @@ def solve_lower(
     method: Method = "exact",
     weights: str | Sequence[float] = "uniform",
 ) -> Tree:
-    """y*(x) of the pooled lower level, by Newton's method with backtracking."""
-    return _solve_lower(Pooled(problem, clients, weights), Tree(x), problem.start[1], method)
+    """The solution y*(x) = argmin_y G(x, y) of the pooled lower level.
+
+    Newton's method with a line search, from the problem's initial y to the precision of its dtype.
+
+    Args:
+        problem: a problem with a shared lower level that is strongly convex in y.
+        clients: the data of all clients.
+        x: the upper variables.
+        method: "exact" builds the Hessian (y of at most 5,000 entries), "cg" and "neumann" solve
+            for Newton steps by conjugate gradients.
+        weights: the weights p_i: "uniform", "samples" or one number per client.
+
+    Returns:
+        y*(x), a tree like y.
+
+    Raises:
+        ValueError: the lower level is private, could not be solved or is not strongly convex, or
+            an argument is not allowed.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> y = fb.solve_lower(task.problem, task.clients, task.problem.x)
+        >>> torch.allclose(y["y"], task.y_star(task.problem.x)["y"])
+        True
+    """
+    return _solve_lower(PooledProblem(problem, clients, weights), Tree(x), method)
 
 
-def _solve_lower(pooled: Pooled, x: Tree, y: Tree, method: Method) -> Tree:
-    """Solved when a Newton step is as short as rounding at y's scale allows: a small gradient may be a plateau's."""
+def _solve_lower(pooled: PooledProblem, x: Tree, method: Method) -> Tree:
+    """y*(x) by Newton's method.
+
+    The test for convergence is the length of a Newton step, relative to rounding at the scale of
+    y. A small gradient would not do: it may belong to a plateau.
+    """
     checks.one_of("method", method, METHODS)
+    _, y = pooled.oracle.problem.start
     precision = torch.finfo(next(iter(y.values())).dtype).eps
     gradient = grad(pooled.lower, argnums=1)
-    before = float("inf")
+    previous = float("inf")
     for _ in range(200):
-        slope = gradient(x, y)
-        if not float(norm(slope)):
+        g_y = gradient(x, y)
+        if not float(norm(g_y)):
             return y
-        solver = pooled.dense(x, y) if method == "exact" else CG(tolerance=1e-3, steps=10 * y.numel)
-        step = solver(pooled.hessian(x, y), slope).value
-        reach, scale = float(norm(step)), 1 + float(norm(y))
-        stalled = reach <= 1e-8 * scale and reach >= before / 2
-        if reach <= 100 * precision * scale or stalled:
+        solver: Solver = CG(tolerance=1e-3, steps=10 * y.numel)
+        if method == "exact":
+            solver = pooled.dense_solver(x, y)
+        step = solver(pooled.hessian(x, y), g_y).value
+        length = float(norm(step))
+        scale = 1 + float(norm(y))
+        small = length <= 1e-8 * scale
+        stalled = small and length >= previous / 2
+        if length <= 100 * precision * scale or stalled:
             return y - step
-        length = line_search(pooled.lower, x, y, slope, step)
-        if not length:
-            if reach <= 1e-8 * scale:
+        fraction = line_search(pooled.lower, x, y, g_y, step)
+        if not fraction:
+            if small:
                 return y
             break
-        y, before = y - length * step, reach
+        y = y - fraction * step
+        previous = length
     raise ValueError(
-        f"the lower level was not solved: ||grad_y G|| is {float(norm(slope)):.3g} and a Newton step has length "
-        f"{reach:.3g} (is it strongly convex in y?)"
+        f"the lower level was not solved: ||grad_y G|| is {float(norm(g_y)):.3g} and a Newton step "
+        f"has length {length:.3g} (is it strongly convex in y?)"
     )
 
 
 def line_search(
-    lower: Callable[[Tree, Tree], Tensor], x: Tree, y: Tree, slope: Tree, step: Tree
+    lower: Callable[[Tree, Tree], Tensor], x: Tree, y: Tree, g_y: Tree, step: Tree
 ) -> float:
-    """The longest of 1, 1/2, 1/4, ... that lowers the gradient or lowers G enough; 0 if none does."""
-    value, fall, size = float(lower(x, y)), float(dot(slope, step)), float(norm(slope))
-    length = 1.0
-    while length > 1e-8:
-        trial = y - length * step
+    """The longest acceptable fraction of a Newton step, by backtracking.
+
+    Args:
+        lower: the lower loss as a function of (x, y).
+        x: the upper variables.
+        y: the point from which to step.
+        g_y: the gradient of `lower` in y there.
+        step: the Newton step; the new point is y - fraction * step.
+
+    Returns:
+        The first of 1, 1/2, 1/4, ... that shortens the gradient or lowers the loss enough
+        (Armijo's condition); 0 if none above 1e-8 does.
+    """
+    value = float(lower(x, y))
+    slope = float(dot(g_y, step))
+    size = float(norm(g_y))
+    fraction = 1.0
+    while fraction > 1e-8:
+        trial = y - fraction * step
         if float(norm(grad(lower, argnums=1)(x, trial))) < size:
-            return length
-        if float(lower(x, trial)) <= value - 1e-4 * length * fall:
-            return length
-        length /= 2
+            return fraction
+        if float(lower(x, trial)) <= value - 1e-4 * fraction * slope:
+            return fraction
+        fraction /= 2
     return 0.0
 
 
@@ -149,9 +220,32 @@ def phi(
     method: Method = "exact",
     weights: str | Sequence[float] = "uniform",
 ) -> Tensor:
-    """Phi(x) = F(x, y*(x))."""
-    pooled = Pooled(problem, clients, weights)
-    return pooled.upper(Tree(x), _solve_lower(pooled, Tree(x), problem.start[1], method))
+    """The objective Phi(x) = F(x, y*(x)).
+
+    Args:
+        problem: a problem with a shared lower level that is strongly convex in y.
+        clients: the data of all clients.
+        x: the upper variables.
+        method: how to solve the lower level; see `solve_lower`.
+        weights: the weights p_i: "uniform", "samples" or one number per client.
+
+    Returns:
+        A 0-d tensor.
+
+    Raises:
+        ValueError: as `solve_lower`.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.core.hypergradient import phi
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> value = phi(task.problem, task.clients, task.problem.x)
+        >>> torch.allclose(value, task.phi(task.problem.x))
+        True
+    """
+    pooled = PooledProblem(problem, clients, weights)
+    return pooled.upper(Tree(x), _solve_lower(pooled, Tree(x), method))
 
 
 def hypergradient(
@@ -162,29 +256,63 @@ def hypergradient(
     weights: str | Sequence[float] = "uniform",
     solver: Solver | None = None,
 ) -> Tree:
-    """grad Phi(x), a dict like x.
+    """The true hypergradient grad Phi(x) of the pooled problem.
 
-    "exact" writes the Hessian out, "cg" and "neumann" use products only; `solver` replaces the method's own linear
-    solver (`fedbilevel.linear`), for instance by a Neumann sum of few terms.
+        grad Phi(x) = grad_x F - d2xy G [d2yy G]^-1 grad_y F    at (x, y*(x))
+
+    Args:
+        problem: a problem with a shared lower level that is strongly convex in y.
+        clients: the data of all clients.
+        x: the upper variables.
+        method: how to solve the linear system: "exact" builds the Hessian (y of at most 5,000
+            entries), "cg" uses conjugate gradients, "neumann" a Neumann series of 2,000 terms.
+        weights: the weights p_i: "uniform", "samples" or one number per client.
+        solver: replaces the linear solver of `method`, for instance `fb.linear.Neumann(steps=5)`
+            to see the bias of a short series. Its residual is not checked.
+
+    Returns:
+        A tree like x.
+
+    Raises:
+        ValueError: the lower level is private, could not be solved or is not strongly convex, the
+            linear system could not be solved, or an argument is not allowed.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> x = task.problem.x
+        >>> gradient = fb.hypergradient(task.problem, task.clients, x)
+        >>> torch.allclose(gradient["x"], task.gradient(x)["x"])
+        True
+        >>> few_terms = fb.linear.Neumann(steps=2, lr=0.5)
+        >>> biased = fb.hypergradient(task.problem, task.clients, x, solver=few_terms)
+        >>> torch.allclose(biased["x"], gradient["x"])
+        False
     """
     checks.one_of("method", method, METHODS)
-    pooled, x = Pooled(problem, clients, weights), Tree(x).map(torch.Tensor.detach)
-    y = _solve_lower(pooled, x, problem.start[1], "exact" if method == "exact" else "cg")
+    pooled = PooledProblem(problem, clients, weights)
+    x = Tree(x).map(torch.Tensor.detach)
+    y = _solve_lower(pooled, x, method)
     f_x, f_y = grad(pooled.upper, argnums=(0, 1))(x, y)
-    matvec = pooled.hessian(x, y)
-    solution = (solver or _own_solver(pooled, x, y, method))(matvec, f_y)
+    linear_solver = solver or _linear_solver(pooled, x, y, method)
+    solution = linear_solver(pooled.hessian(x, y), f_y)
     limit = max(1e-6, 1e3 * torch.finfo(next(iter(y.values())).dtype).eps)
     if solver is None and not solution.residual <= limit:
         raise ValueError(
-            f"method {method!r} left a residual of {solution.residual:.3g} in the linear system, more than "
-            f"{limit:.0e}; use 'exact' or 'cg' (and is the lower level strongly convex in y?)"
+            f"method {method!r} left a residual of {solution.residual:.3g} in the linear system, "
+            f"more than {limit:.0e}; use 'exact' or 'cg' "
+            "(and is the lower level strongly convex in y?)"
         )
-    return f_x - grad(pooled.slope, argnums=0)(x, y, solution.value)  # type: ignore[no-any-return]
+    cross_product = grad(pooled.lower_slope, argnums=0)(x, y, solution.value)
+    result: Tree = f_x - cross_product
+    return result
 
 
-def _own_solver(pooled: Pooled, x: Tree, y: Tree, method: Method) -> Solver:
+def _linear_solver(pooled: PooledProblem, x: Tree, y: Tree, method: Method) -> Solver:
+    """The linear solver of a method."""
     if method == "exact":
-        return pooled.dense(x, y)
+        return pooled.dense_solver(x, y)
     if method == "cg":
         return CG()
     start = unflatten(normal(root(0, "lanczos"), (y.numel,), next(iter(y.values())).dtype), y)
@@ -200,7 +328,35 @@ def finite_difference(
     step: float = 1e-4,
     weights: str | Sequence[float] = "uniform",
 ) -> float:
-    """(Phi(x + h v) - Phi(x - h v)) / 2h: the slope of Phi along v, from values alone."""
-    x, v = Tree(x), Tree(direction)
-    above, below = (phi(problem, clients, x + h * v, weights=weights) for h in (step, -step))
+    """The slope of the objective along v, from its values alone: a check of hypergradients.
+
+        (Phi(x + h v) - Phi(x - h v)) / 2h,    which tends to <grad Phi(x), v> as h -> 0
+
+    Args:
+        problem: a problem with a shared lower level that is strongly convex in y.
+        clients: the data of all clients.
+        x: the upper variables.
+        direction: the direction v, a dict like x.
+        step: the step h.
+        weights: the weights p_i: "uniform", "samples" or one number per client.
+
+    Returns:
+        The difference quotient.
+
+    Raises:
+        ValueError: as `solve_lower`.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> x = task.problem.x
+        >>> v = fb.hypergradient(task.problem, task.clients, x)
+        >>> slope = fb.finite_difference(task.problem, task.clients, x, v)
+        >>> abs(slope / float((v["x"] ** 2).sum()) - 1) < 1e-6
+        True
+    """
+    x = Tree(x)
+    shift = step * Tree(direction)
+    above = phi(problem, clients, x + shift, weights=weights)
+    below = phi(problem, clients, x - shift, weights=weights)
     return float((above - below) / (2 * step))

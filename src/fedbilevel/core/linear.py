@@ -1,16 +1,19 @@
-"""Estimates of z = H^-1 b that see H only through products.
+"""Estimates of z = H^-1 b that use H only through matrix-vector products.
 
-A product may be a client's own (`oracle.hessian_product`), an exchange with a cohort, or that of the pooled problem:
-the functions serve all three, also under `vmap`. The classes are the same as arguments; they return the residual too.
+A product may be that of one client (`Oracle.hessian_product`), an exchange with a cohort, or that
+of the pooled problem. The functions serve all three and work under `torch.func.vmap`. The classes
+`CG`, `Neumann`, `RandomProduct` and `Descent` are linear solvers as values, to be passed to
+`fb.hypergradient`; they also return the residual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import settings
@@ -19,10 +22,23 @@ from fedbilevel.core.settings import Count, NonNegative, Positive, at_least
 from fedbilevel.core.tree import Tree, dot, norm, zeros_like
 
 MatVec = Callable[[Tree], Tree]
+T = TypeVar("T")
 
 
 class Solution(NamedTuple):
-    """z, with the relative residual ||H z - b|| / ||b|| it leaves and the products it took."""
+    """What a linear solver returns.
+
+    Attributes:
+        value: the estimate of z = H^-1 b.
+        residual: the relative residual ||H z - b|| / ||b||; 0 where b = 0.
+        products: how many products with H it took, including that of the residual.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> fb.linear.CG()(lambda v: 4.0 * v, fb.Tree(y=torch.ones(1)))
+        Solution(value={'y': tensor([0.2500])}, residual=0.0, products=2)
+    """
 
     value: Tree
     residual: float
@@ -30,23 +46,70 @@ class Solution(NamedTuple):
 
 
 class Solver(Protocol):
-    def __call__(self, matvec: MatVec, b: Tree) -> Solution: ...
+    """A linear solver: any callable that takes a product and a right-hand side.
+
+    `CG`, `Neumann`, `RandomProduct` and `Descent` are such solvers; `fb.hypergradient` takes any.
+
+    Example:
+        A solver for matrices that are known to be 2 I:
+
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.core.linear import Solution
+        >>> def halve(matvec, b):
+        ...     return Solution(b / 2, residual=0.0, products=0)
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> list(fb.hypergradient(task.problem, task.clients, task.problem.x, solver=halve))
+        ['x']
+    """
+
+    def __call__(self, matvec: MatVec, b: Tree) -> Solution:
+        """Estimate z = H^-1 b.
+
+        Args:
+            matvec: the product v -> H v.
+            b: the right-hand side.
+
+        Returns:
+            The estimate, its relative residual and the number of products.
+        """
+        ...
 
 
-def _solution(matvec: MatVec, b: Tree, z: Tree, products: int) -> Solution:
+def _with_residual(matvec: MatVec, b: Tree, z: Tree, products: int) -> Solution:
+    """The solution z with its residual, which takes one more product unless b is 0."""
     size = float(norm(b))
-    return (
-        Solution(z, float(norm(matvec(z) - b)) / size, products + 1)
-        if size
-        else Solution(z, 0.0, products)
-    )
+    if not size:
+        return Solution(z, 0.0, products)
+    residual = float(norm(matvec(z) - b)) / size
+    return Solution(z, residual, products + 1)
 
 
 @dataclass(frozen=True)
 class CG:
-    """Conjugate gradients (Hestenes and Stiefel 1952), until the relative residual is at most `tolerance`.
+    """Conjugate gradients, until the relative residual is at most `tolerance`.
 
-    H must be symmetric positive definite: a direction of negative curvature raises instead of returning nonsense.
+    H must be symmetric positive definite. A direction without positive curvature is an error,
+    because the estimate would be meaningless.
+
+    Args:
+        tolerance: the relative residual ||H z - b|| / ||b|| at which to stop.
+        steps: the largest number of steps; each takes one product.
+
+    Raises:
+        ValueError: a setting is out of range; when called, H is not positive definite.
+
+    References:
+        Hestenes and Stiefel, "Methods of Conjugate Gradients for Solving Linear Systems", 1952.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> b = fb.Tree(y=torch.tensor([1.0, 2.0, 3.0]))
+        >>> solution = fb.linear.CG(tolerance=1e-6)(lambda v: 2.0 * v, b)
+        >>> solution.value
+        {'y': tensor([0.5000, 1.0000, 1.5000])}
+        >>> solution.products
+        2
     """
 
     tolerance: NonNegative = 1e-10
@@ -56,29 +119,56 @@ class CG:
         settings.check(self)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
-        z, r = zeros_like(b), b
-        p, rr = r, float(dot(r, r))
+        """Solve H z = b; see `Solver`."""
+        z = zeros_like(b)
+        r = b
+        p = r
+        rr = float(dot(r, r))
         goal = (self.tolerance**2) * rr
         for step in range(self.steps):
             if rr <= goal:
-                return _solution(matvec, b, z, step)
+                return _with_residual(matvec, b, z, step)
             hp = matvec(p)
             curvature = float(dot(p, hp))
             if not curvature > 0:
                 raise ValueError(
-                    f"CG met curvature {curvature:.3g} at step {step}: the matrix is not positive definite "
-                    "(is the lower level strongly convex in y?)"
+                    f"CG met curvature {curvature:.3g} at step {step}: the matrix is not positive "
+                    "definite (is the lower level strongly convex in y?)"
                 )
             alpha = rr / curvature
-            z, r = z + alpha * p, r - alpha * hp
-            before, rr = rr, float(dot(r, r))
-            p = r + (rr / before) * p
-        return _solution(matvec, b, z, self.steps)
+            z = z + alpha * p
+            r = r - alpha * hp
+            rr_before = rr
+            rr = float(dot(r, r))
+            p = r + (rr / rr_before) * p
+        return _with_residual(matvec, b, z, self.steps)
 
 
 def neumann_sum(matvec: MatVec, b: Tree, steps: int, lr: float) -> Tree:
-    """lr sum_{j < steps} (I - lr H)^j b, by steps - 1 products; tends to H^-1 b for 0 < lr < 2 / L."""
-    term = total = b
+    """The truncated Neumann series lr sum_{j < steps} (I - lr H)^j b.
+
+    With L the largest eigenvalue of H, it tends to H^-1 b for 0 < lr < 2 / L.
+
+    Args:
+        matvec: the product v -> H v.
+        b: the right-hand side.
+        steps: the number of terms; the sum takes `steps - 1` products.
+        lr: the step size.
+
+    Returns:
+        The sum, a tree like b.
+
+    Example:
+        The terms of 0.5 sum_j (1 - 0.5)^j are 1/2, 1/4, 1/8, ...:
+
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> b = fb.Tree(y=torch.ones(1))
+        >>> fb.linear.neumann_sum(lambda v: v, b, steps=3, lr=0.5)
+        {'y': tensor([0.8750])}
+    """
+    term = b
+    total = b
     for _ in range(steps - 1):
         term = term - lr * matvec(term)
         total = total + term
@@ -86,7 +176,27 @@ def neumann_sum(matvec: MatVec, b: Tree, steps: int, lr: float) -> Tree:
 
 
 def random_product(matvec: MatVec, b: Tree, steps: int, lr: float, length: int) -> Tree:
-    """lr steps (I - lr H)^length b: with length uniform on {0 .. steps - 1} its expectation is `neumann_sum`."""
+    """One random term of the Neumann series: lr steps (I - lr H)^length b.
+
+    If `length` is uniform on {0, ..., steps - 1}, the expectation is `neumann_sum`.
+
+    Args:
+        matvec: the product v -> H v.
+        b: the right-hand side.
+        steps: the number of terms of the series.
+        lr: the step size.
+        length: the number of factors, hence of products.
+
+    Returns:
+        The scaled term, a tree like b.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> b = fb.Tree(y=torch.ones(1))
+        >>> fb.linear.random_product(lambda v: v, b, steps=4, lr=0.5, length=2)
+        {'y': tensor([0.5000])}
+    """
     term = b
     for _ in range(length):
         term = term - lr * matvec(term)
@@ -94,7 +204,28 @@ def random_product(matvec: MatVec, b: Tree, steps: int, lr: float, length: int) 
 
 
 def descend(matvec: MatVec, b: Tree, start: Tree, steps: int, lr: float) -> Tree:
-    """`steps` times z <- z - lr (H z - b), from `start`: the linear system as a problem to descend on, warm-started."""
+    """Gradient descent on 1/2 z'Hz - b'z: `steps` times z <- z - lr (H z - b).
+
+    Unlike `neumann_sum`, it can start from an earlier estimate.
+
+    Args:
+        matvec: the product v -> H v.
+        b: the right-hand side.
+        start: the initial z, a tree like b.
+        steps: the number of steps; each takes one product.
+        lr: the step size.
+
+    Returns:
+        The last z.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> b = fb.Tree(y=torch.ones(1))
+        >>> start = fb.Tree(y=torch.zeros(1))
+        >>> fb.linear.descend(lambda v: v, b, start, steps=2, lr=0.5)
+        {'y': tensor([0.7500])}
+    """
     z = start
     for _ in range(steps):
         z = z - lr * (matvec(z) - b)
@@ -102,25 +233,63 @@ def descend(matvec: MatVec, b: Tree, start: Tree, steps: int, lr: float) -> Tree
 
 
 def directional(
-    gradient: Callable[[Tree], Any], point: Tree, width: float = 1e-4
-) -> Callable[[Tree], Any]:
-    """Products without second derivatives: v -> (gradient(point + h v) - gradient(point - h v)) / 2h.
+    gradient: Callable[[Tree], T], point: Tree, width: float = 1e-4
+) -> Callable[[Tree], T]:
+    """Second-order products without second derivatives, by central differences of a gradient.
 
-    For grad_y g as a function of y this is d2yy g v, for grad_x g it is d2xy g v. h = width / ||v||, so that the error
-    is of the order of width^2 whatever the length of v.
+    The product is v -> (gradient(point + h v) - gradient(point - h v)) / 2h with
+    h = width / ||v||, so that the error is of the order of width^2 for v of any length. With
+    y -> grad_y g it is the Hessian product d2yy g v, with y -> grad_x g the cross product d2xy g v.
+
+    Args:
+        gradient: a function of y that returns a tree, or trees in a tuple.
+        point: the y at which to differentiate.
+        width: the distance of the two differenced points from `point`.
+
+    Returns:
+        A function of v; its results have the structure of `gradient(point)`.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> y = fb.Tree(y=torch.tensor([3.0], dtype=torch.float64))
+        >>> product = fb.linear.directional(lambda y: y.map(torch.square), y)
+        >>> round(float(product(fb.Tree(y=torch.tensor([2.0])))["y"]), 6)
+        12.0
     """
 
-    def product(v: Tree) -> Any:
+    def product(v: Tree) -> T:
         h = width / norm(v).clamp(min=torch.finfo(next(iter(v.values())).dtype).tiny)
-        above, below = gradient(point + v * h), gradient(point - v * h)
-        return pytree.tree_map(lambda a, b: (a - b) / (2 * h), above, below)
+        above = gradient(point + v * h)
+        below = gradient(point - v * h)
+
+        def quotient(a: Tensor, b: Tensor) -> Tensor:
+            return (a - b) / (2 * h)
+
+        difference: T = pytree.tree_map(quotient, above, below)
+        return difference
 
     return product
 
 
 @dataclass(frozen=True)
 class Neumann:
-    """`neumann_sum` with `steps` terms."""
+    """The truncated Neumann series `neumann_sum` as a linear solver.
+
+    Args:
+        steps: the number of terms.
+        lr: the step size, below 2 / L with L the largest eigenvalue of H.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> b = fb.Tree(y=torch.ones(1))
+        >>> fb.linear.Neumann(steps=3, lr=0.5)(lambda v: v, b)
+        Solution(value={'y': tensor([0.8750])}, residual=0.125, products=3)
+    """
 
     steps: Count = 100
     lr: Positive = 0.1
@@ -129,12 +298,30 @@ class Neumann:
         settings.check(self)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
-        return _solution(matvec, b, neumann_sum(matvec, b, self.steps, self.lr), self.steps - 1)
+        """Estimate H^-1 b; see `Solver`."""
+        z = neumann_sum(matvec, b, self.steps, self.lr)
+        return _with_residual(matvec, b, z, self.steps - 1)
 
 
 @dataclass(frozen=True)
 class RandomProduct:
-    """`random_product` of a length drawn with `seed`."""
+    """The random term `random_product`, of a length drawn with `seed`, as a linear solver.
+
+    Args:
+        steps: the number of terms of the Neumann series; lengths are below it.
+        lr: the step size.
+        seed: determines the length.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> b = fb.Tree(y=torch.ones(1))
+        >>> fb.linear.RandomProduct(steps=1, lr=0.5)(lambda v: v, b).value
+        {'y': tensor([0.5000])}
+    """
 
     steps: Count = 100
     lr: Positive = 0.1
@@ -144,13 +331,31 @@ class RandomProduct:
         settings.check(self)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
+        """Estimate H^-1 b; see `Solver`."""
         length = int(integers(root(self.seed, "random product"), 0, self.steps - 1))
-        return _solution(matvec, b, random_product(matvec, b, self.steps, self.lr, length), length)
+        z = random_product(matvec, b, self.steps, self.lr, length)
+        return _with_residual(matvec, b, z, length)
 
 
 @dataclass(frozen=True)
 class Descent:
-    """`descend` from `start` (0 if not given)."""
+    """Gradient descent, `descend`, as a linear solver.
+
+    Args:
+        steps: the number of steps.
+        lr: the step size.
+        start: the initial z; None stands for 0.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> b = fb.Tree(y=torch.ones(1))
+        >>> fb.linear.Descent(steps=2, lr=0.5)(lambda v: v, b).value
+        {'y': tensor([0.7500])}
+    """
 
     steps: Count = 100
     lr: Positive = 0.1
@@ -160,5 +365,9 @@ class Descent:
         settings.check(self)
 
     def __call__(self, matvec: MatVec, b: Tree) -> Solution:
-        start = zeros_like(b) if self.start is None else self.start
-        return _solution(matvec, b, descend(matvec, b, start, self.steps, self.lr), self.steps)
+        """Estimate H^-1 b; see `Solver`."""
+        start = self.start
+        if start is None:
+            start = zeros_like(b)
+        z = descend(matvec, b, start, self.steps, self.lr)
+        return _with_residual(matvec, b, z, self.steps)

@@ -1,186 +1,348 @@
-"""Derivatives of a problem on batches. Knows nothing of clients, rounds or step sizes; written for one client.
+"""`Oracle`: the derivatives of a problem's losses on a batch of one client.
 
-Notation: f is the upper loss on a validation batch, g the lower loss on a training batch. Every call adds its
-gradient-equivalents to `gradients`: a gradient 1; a Hessian- or cross-vector product, or both from one pass, 2.
+Throughout, f is the upper loss on a validation batch and g the lower loss on a training batch. The
+oracle knows neither clients nor rounds nor step sizes, and its functions work under
+`torch.func.vmap`, which is how executors evaluate many clients at once.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad, vjp
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.problem import Batch, Data, Problem, leaves, like
+from fedbilevel.core.problem import Batch, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import Tree, dot, nbytes, norm
 
+# The side of a batch that a loss is evaluated on, and the stream of its random numbers.
+LOWER = 0
+UPPER = 1
+
 
 class Directions(NamedTuple):
-    """The three directions at (x, y, z): d_x, d_y, d_z."""
+    """The three directions of a single-loop method at (x, y, z); see `Oracle.directions`.
+
+    Attributes:
+        x: d_x = grad_x f - d2xy g z, an estimate of the hypergradient.
+        y: d_y = grad_y g, the gradient of the lower level.
+        z: d_z = d2yy g z - grad_y f, the residual of the linear system.
+    """
 
     x: Tree
     y: Tree
     z: Tree
 
 
-class Features(Batch):
-    """A batch whose data are embedded, which has no derivatives in x."""
+class FeatureBatch(Batch):
+    """A batch of features, that is of embedded data: a constant, without derivatives in x."""
 
 
-class Embedded(NamedTuple):
-    """A batch at one x: `build` makes it of its features, `pull` takes derivatives in those back to x."""
+class EmbeddedBatch(NamedTuple):
+    """A batch that was embedded at one x and can still be differentiated in x; see `Oracle.embed`.
+
+    Attributes:
+        raw: the batch before it was embedded.
+        features: the floating tensors of the embedded batch.
+        rebuild: makes a batch of features; derivatives in the features pass through it.
+        pullback: maps a gradient in the features to a tuple with the gradient in x.
+    """
 
     raw: Batch
     features: list[Tensor]
-    build: Callable[[list[Tensor]], Features]
-    pull: Callable[[list[Tensor]], tuple[Tree]]
+    rebuild: Callable[[list[Tensor]], FeatureBatch]
+    pullback: Callable[[list[Tensor]], tuple[Tree]]
 
 
-AnyBatch = Batch | Embedded
-Loss = Callable[[Tree, Tree, Any], Tensor]
+AnyBatch = Batch | EmbeddedBatch
+Loss = Callable[[Tree, Tree, AnyBatch], Tensor]
 
 
 class Oracle:
+    """Values and derivatives of the two losses of a problem, on one batch of one client.
+
+    Every call adds its cost to `gradients`, in units of one gradient on one batch: 1 for a
+    gradient, 2 for a Hessian product or a cross product (or both from one pass), 3 for a
+    hypergradient or for all three directions. Values of the losses cost nothing.
+
+    Args:
+        problem: the problem whose losses are differentiated.
+
+    Attributes:
+        problem: the same problem.
+        gradients: the gradients that have been computed so far.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.core.oracle import Oracle
+        >>> problem = fb.Problem(
+        ...     upper=lambda x, y, batch: 0.5 * (y["y"] ** 2).sum(),
+        ...     lower=lambda x, y, batch: 0.5 * batch[0].mean() * ((y["y"] - x["x"]) ** 2).sum(),
+        ...     x={"x": torch.tensor([1.0])},
+        ...     y={"y": torch.tensor([3.0])},
+        ... )
+        >>> oracle = Oracle(problem)
+        >>> x, y = problem.start
+        >>> batch = fb.Batch(train=(torch.tensor([2.0]),), val=(torch.tensor([2.0]),))
+        >>> oracle.lower_gradient_y(x, y, batch)
+        {'y': tensor([4.])}
+        >>> oracle.hessian_product(x, y, fb.Tree(y=torch.tensor([1.0])), batch)
+        {'y': tensor([2.])}
+        >>> oracle.gradients
+        3
+    """
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.gradients = 0
 
     def upper(self, x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
-        """f(x, y)."""
-        whole = batch.build(batch.features) if isinstance(batch, Embedded) else batch
-        return self.problem.upper(x, y, self._data(x, whole, 1), self._key(whole, 1))
+        """The upper loss f(x, y).
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            batch: its validation side is used.
+
+        Returns:
+            A 0-d tensor.
+        """
+        if isinstance(batch, EmbeddedBatch):
+            batch = batch.rebuild(batch.features)
+        return self.problem.upper(x, y, self._data(x, batch, UPPER), self._key(batch, UPPER))
 
     def lower(self, x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
-        """g(x, y)."""
-        whole = batch.build(batch.features) if isinstance(batch, Embedded) else batch
-        return self.problem.lower(x, y, self._data(x, whole, 0), self._key(whole, 0))
+        """The lower loss g(x, y).
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            batch: its training side is used.
+
+        Returns:
+            A 0-d tensor.
+        """
+        if isinstance(batch, EmbeddedBatch):
+            batch = batch.rebuild(batch.features)
+        return self.problem.lower(x, y, self._data(x, batch, LOWER), self._key(batch, LOWER))
+
+    def project_x(self, x: Tree) -> Tree:
+        """The feasible point closest to x; see `Problem.project`.
+
+        Args:
+            x: a point.
+
+        Returns:
+            The projected point.
+        """
+        return self.problem.project(x)
 
     def embed(self, x: Tree, batch: Batch) -> AnyBatch:
-        """The batch with what depends on x alone evaluated, to be given to the derivatives below in its place.
+        """Run the backbone (`Problem.embed`) once, for several derivatives at the same x.
 
-        They have the same values but do not run the backbone again; one in x goes through it once, backwards.
+        The methods below take the result in place of the batch. They return the same values but do
+        not run the backbone again; a derivative in x passes through it once, backwards.
+
+        Args:
+            x: the upper variables at which all derivatives will be taken.
+            batch: the batch to embed.
+
+        Returns:
+            The embedded batch, or `batch` itself if the problem has no `embed`.
         """
         if self.problem.embed is None:
             return batch
-        form: Any = None
-        floating: list[bool] = []  # labels have no derivatives
+        spec: pytree.TreeSpec
+        is_feature: list[bool] = []
 
-        def features(x: Tree) -> tuple[list[Tensor], list[Tensor]]:
-            nonlocal form, floating
-            leaves, form = pytree.tree_flatten(
-                (self._data(x, batch, 0), self._data(x, batch, 1), batch.rng)
-            )
-            floating = [leaf.is_floating_point() for leaf in leaves]
-            return list(itertools.compress(leaves, floating)), [
-                t for t in leaves if not t.is_floating_point()
-            ]
+        def features_of(x: Tree) -> tuple[list[Tensor], list[Tensor]]:
+            """Floating tensors, which have derivatives, and all others, such as labels."""
+            nonlocal spec, is_feature
+            embedded = (self._data(x, batch, LOWER), self._data(x, batch, UPPER), batch.rng)
+            tensors, spec = pytree.tree_flatten(embedded)
+            is_feature = [tensor.is_floating_point() for tensor in tensors]
+            others = [tensor for tensor in tensors if not tensor.is_floating_point()]
+            return list(itertools.compress(tensors, is_feature)), others
 
-        def build(features: list[Tensor]) -> Features:
-            some, rest = iter(features), iter(others)
-            return Features(
-                *pytree.tree_unflatten([next(some if f else rest) for f in floating], form)
-            )
+        def rebuild(features: list[Tensor]) -> FeatureBatch:
+            sources = {True: iter(features), False: iter(others)}
+            tensors = [next(sources[floating]) for floating in is_feature]
+            return FeatureBatch(*pytree.tree_unflatten(tensors, spec))
 
-        found, pull, others = vjp(features, x, has_aux=True)  # type: ignore[misc]  # typed without aux
-        return Embedded(batch, found, build, pull)
-
-    def _together(self, x: Tree, batch: Batch) -> Batch:
-        """Both sides embedded at once: one pass through the backbone each way, and one gradient of its weights, not two
-        to add. That pays where x is larger than the samples, which are copied for it.
-        """
-        sides = [leaves(data) for data in (batch.train, batch.val)]
-        forms = [[(name, t.shape[1:], t.dtype) for name, t in side] for side in sides]
-        pays = bool(batch.train) and nbytes(sides) <= nbytes(x)
-        if (
-            not pays
-            or not self.problem.embeds_samples
-            or isinstance(batch, Features)
-            or forms[0] != forms[1]
-        ):
-            return batch
-        assert self.problem.embed
-        both = like(batch.train, [torch.cat([a, b]) for (_, a), (_, b) in zip(*sides, strict=True)])
-        counts = [len(side[0][1]) for side in sides]
-        there = self.problem.embed(x, both, ())
-        split = [tensor.split(counts) for _, tensor in leaves(there)]
-        train, val = ([parts[j] for parts in split] for j in range(2))
-        return Features(like(there, train), like(there, val), batch.rng)
-
-    def _data(self, x: Tree, batch: Batch, level: int) -> Data:
-        """What a loss is given of its side of a batch."""
-        data = (batch.train, batch.val)[level]
-        if self.problem.embed is None or isinstance(batch, Features) or not data:
-            return data
-        return self.problem.embed(x, data, self._key(batch, level))
-
-    def _key(self, batch: Batch, level: int) -> Tensor | tuple[()]:
-        """The two losses draw from streams of their own, those of an episode from the same."""
-        if not isinstance(batch.rng, Tensor) or self.problem.lower_level == "private":
-            return batch.rng
-        return fold_in(batch.rng, level)
-
-    def project_x(self, x: Tree) -> Tree:
-        return self.problem.project(x)
+        features, pullback, others = vjp(features_of, x, has_aux=True)  # type: ignore[misc]
+        return EmbeddedBatch(batch, features, rebuild, pullback)
 
     def directions(
         self, x: Tree, y: Tree, z: Tree, batch: Batch, damping: float = 0.0
     ) -> Directions:
-        """All three directions in one evaluation, at about the cost of one gradient on each batch:
+        """The three directions of a single-loop method, in one fused evaluation.
 
-        d_x = grad_x f - d2xy g z,   d_y = grad_y g,   d_z = (d2yy g + damping) z - grad_y f.
+            d_x = grad_x f - d2xy g z
+            d_y = grad_y g
+            d_z = (d2yy g + damping I) z - grad_y f
 
-        grad_y g is taken with a graph; then one reverse pass of f - <grad_y g, z> gives d_x, and -d_z for y.
+        grad_y g is computed with a graph. One reverse pass through f - <grad_y g, z> then gives
+        d_x in x and -d_z (without damping) in y. Costs 3 gradients.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            z: estimate of the solution of d2yy g z = grad_y f, a tree like y.
+            batch: a batch with both sides.
+            damping: added to the Hessian of the lower level.
+
+        Returns:
+            d_x, a tree like x; d_y and d_z, trees like y.
+
+        Example:
+            >>> import torch
+            >>> import fedbilevel as fb
+            >>> from fedbilevel.core.oracle import Oracle
+            >>> problem = fb.Problem(
+            ...     upper=lambda x, y, batch: 0.5 * (y["y"] ** 2).sum(),
+            ...     lower=lambda x, y, batch: ((y["y"] - x["x"]) ** 2).sum(),
+            ...     x={"x": torch.tensor([1.0])},
+            ...     y={"y": torch.tensor([3.0])},
+            ... )
+            >>> data = (torch.zeros(1),)
+            >>> z = fb.Tree(y=torch.tensor([1.0]))
+            >>> d = Oracle(problem).directions(*problem.start, z, fb.Batch(data, data))
+            >>> d.x, d.y, d.z
+            ({'x': tensor([2.])}, {'y': tensor([4.])}, {'y': tensor([-1.])})
         """
         self.gradients += 3
 
         def surrogate(x: Tree, y: Tree) -> tuple[Tensor, Tree]:
-            there = self._together(x, _raw(batch))
-            d_y = grad(self.lower, argnums=1)(x, y, there)
-            return self.upper(x, y, there) - dot(d_y, z), d_y
+            features = self._embed_sides_together(x, _differentiable(batch))
+            d_y = grad(self.lower, argnums=1)(x, y, features)
+            return self.upper(x, y, features) - dot(d_y, z), d_y
 
         (d_x, minus_d_z), d_y = grad(surrogate, argnums=(0, 1), has_aux=True)(x, y)
-        d_z = damping * z - minus_d_z if damping else -minus_d_z
+        if damping:
+            d_z = damping * z - minus_d_z
+        else:
+            d_z = -minus_d_z
         return Directions(d_x, d_y, d_z)
 
     def lower_gradient_y(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        """grad_y g."""
+        """grad_y g. Costs 1 gradient.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            batch: its training side is used.
+
+        Returns:
+            A tree like y.
+        """
         self.gradients += 1
         return grad(self.lower, argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
     def lower_gradients(self, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
-        """grad_x g and grad_y g."""
+        """grad_x g and grad_y g from one pass. Costs 1 gradient.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            batch: its training side is used.
+
+        Returns:
+            A tree like x and a tree like y.
+        """
         self.gradients += 1
-        return self._both(self.lower, x, y, batch)
+        return self._gradients(self.lower, x, y, batch)
 
     def upper_gradients(self, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
-        """grad_x f and grad_y f."""
+        """grad_x f and grad_y f from one pass. Costs 1 gradient.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            batch: its validation side is used.
+
+        Returns:
+            A tree like x and a tree like y.
+        """
         self.gradients += 1
-        return self._both(self.upper, x, y, batch)
+        return self._gradients(self.upper, x, y, batch)
 
     def upper_gradient_x(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        """grad_x f."""
+        """grad_x f. Costs 1 gradient.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            batch: its validation side is used.
+
+        Returns:
+            A tree like x.
+        """
         self.gradients += 1
-        return self._by_x(self.upper, x, y, batch)
+        return self._gradient_x(self.upper, x, y, batch)
 
     def upper_gradient_y(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        """grad_y f."""
+        """grad_y f. Costs 1 gradient.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            batch: its validation side is used.
+
+        Returns:
+            A tree like y.
+        """
         self.gradients += 1
         return grad(self.upper, argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
     def hessian_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> Tree:
-        """d2yy g v."""
+        """The Hessian product d2yy g v. Costs 2 gradients.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            v: the vector to multiply, a tree like y.
+            batch: its training side is used.
+
+        Returns:
+            A tree like y.
+
+        Example:
+            Hessian products are all that the linear solvers of `fedbilevel.linear` need:
+
+            >>> import fedbilevel as fb
+            >>> from fedbilevel.core.oracle import Oracle
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> oracle = Oracle(task.problem)
+            >>> x, y = task.problem.start
+            >>> batch = fb.Batch(task.clients[0].train, task.clients[0].val)
+            >>> b = oracle.upper_gradient_y(x, y, batch)
+            >>> solution = fb.linear.CG()(lambda v: oracle.hessian_product(x, y, v, batch), b)
+            >>> solution.residual < 1e-9
+            True
+        """
         self.gradients += 2
-        return grad(self._slope(v), argnums=1)(x, y, batch)  # type: ignore[no-any-return]
+        return grad(self._lower_slope(v), argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
     def lower_gradient_and_product(
         self, x: Tree, y: Tree, v: Tree, batch: AnyBatch
     ) -> tuple[Tree, Tree]:
-        """grad_y g and d2yy g v from one pass."""
+        """grad_y g and the Hessian product d2yy g v from one pass. Costs 2 gradients.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            v: the vector to multiply, a tree like y.
+            batch: its training side is used.
+
+        Returns:
+            The gradient and the product, trees like y.
+        """
         self.gradients += 2
 
         def slope(y: Tree) -> tuple[Tensor, Tree]:
@@ -191,32 +353,95 @@ class Oracle:
         return g_y, product
 
     def cross_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> Tree:
-        """d2xy g v: a vector like x."""
+        """The cross product d2xy g v. Costs 2 gradients.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            v: the vector to multiply, a tree like y.
+            batch: its training side is used.
+
+        Returns:
+            A tree like x.
+        """
         self.gradients += 2
-        return self._by_x(self._slope(v), x, y, batch)
+        return self._gradient_x(self._lower_slope(v), x, y, batch)
 
     def products(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
-        """d2xy g v and d2yy g v from one pass."""
+        """The cross product d2xy g v and the Hessian product d2yy g v from one pass.
+
+        Costs 2 gradients.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            v: the vector to multiply, a tree like y.
+            batch: its training side is used.
+
+        Returns:
+            The cross product, a tree like x, and the Hessian product, a tree like y.
+        """
         self.gradients += 2
-        return self._both(self._slope(v), x, y, batch)
+        return self._gradients(self._lower_slope(v), x, y, batch)
 
     def hypergradient(self, x: Tree, y: Tree, p: Tree, batch: AnyBatch) -> Tree:
-        """grad_x f - d2xy g p."""
+        """grad_x f - d2xy g p, the hypergradient where d2yy g p = grad_y f. Costs 3 gradients.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            p: an estimate of [d2yy g]^-1 grad_y f, a tree like y.
+            batch: a batch with both sides.
+
+        Returns:
+            A tree like x.
+
+        Example:
+            The hypergradient of a single client at its own y*(x):
+
+            >>> import torch
+            >>> import fedbilevel as fb
+            >>> from fedbilevel.core.oracle import Oracle
+            >>> task = fb.tasks.load("quadratic", clients=1)
+            >>> oracle = Oracle(task.problem)
+            >>> x, _ = task.problem.start
+            >>> y = task.y_star(x)
+            >>> batch = fb.Batch(task.clients[0].train, task.clients[0].val)
+            >>> b = oracle.upper_gradient_y(x, y, batch)
+            >>> p = fb.linear.CG()(lambda v: oracle.hessian_product(x, y, v, batch), b).value
+            >>> torch.allclose(oracle.hypergradient(x, y, p, batch)["x"], task.gradient(x)["x"])
+            True
+        """
         self.gradients += 3
-        slope = self._slope(p)
+        slope = self._lower_slope(p)
 
         def surrogate(x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
-            there = batch if isinstance(batch, Embedded) else self._together(x, batch)
-            return self.upper(x, y, there) - slope(x, y, there)
+            if not isinstance(batch, EmbeddedBatch):
+                batch = self._embed_sides_together(x, batch)
+            return self.upper(x, y, batch) - slope(x, y, batch)
 
-        return self._by_x(surrogate, x, y, batch)
+        return self._gradient_x(surrogate, x, y, batch)
 
     def difference_hypergradient(
         self, x: Tree, y: Tree, p: Tree, batch: AnyBatch, width: float
     ) -> Tree:
-        """The same without second derivatives: the gradient in x of f(y) - (g(y + h p) - g(y - h p)) / 2h.
+        """`hypergradient` without second derivatives. Costs 3 gradients.
 
-        h = width / ||p||; the error is of the order of width^2.
+        It is the gradient in x of
+
+            f(x, y) - (g(x, y + h p) - g(x, y - h p)) / 2h    with    h = width / ||p||,
+
+        whose error is of the order of width^2.
+
+        Args:
+            x: upper variables.
+            y: lower variables.
+            p: an estimate of [d2yy g]^-1 grad_y f, a tree like y.
+            batch: a batch with both sides.
+            width: the distance of the two differenced points from y.
+
+        Returns:
+            A tree like x.
         """
         self.gradients += 3
         h = width / norm(p).clamp(min=torch.finfo(next(iter(p.values())).dtype).tiny)
@@ -225,38 +450,99 @@ class Oracle:
             rise = self.lower(x, y + p * h, batch) - self.lower(x, y - p * h, batch)
             return self.upper(x, y, batch) - rise / (2 * h)
 
-        return self._by_x(surrogate, x, y, batch)
+        return self._gradient_x(surrogate, x, y, batch)
 
     def feature_gradient(self, loss: Callable[[Data, Data], Tensor], x: Tree, batch: Batch) -> Tree:
-        """The gradient in x of loss(embedded training data, embedded validation data), through both batches."""
-        self.gradients += 2
-        raw = _raw(batch)
-        return grad(lambda x: loss(self._data(x, raw, 0), self._data(x, raw, 1)))(x)  # type: ignore[no-any-return]
+        """The gradient in x of a loss of the features of both sides. Costs 2 gradients.
 
-    def _slope(self, v: Tree) -> Loss:
-        """<grad_y g, v>: its gradients are the second-order products."""
+        Args:
+            loss: a function of the embedded training data and the embedded validation data.
+            x: upper variables.
+            batch: a batch with both sides.
+
+        Returns:
+            A tree like x.
+        """
+        self.gradients += 2
+        raw = _differentiable(batch)
+
+        def loss_of_x(x: Tree) -> Tensor:
+            return loss(self._data(x, raw, LOWER), self._data(x, raw, UPPER))
+
+        return grad(loss_of_x)(x)  # type: ignore[no-any-return]
+
+    def _embed_sides_together(self, x: Tree, batch: Batch) -> Batch:
+        """Embed both sides in one pass through the backbone, where that is faster.
+
+        One pass yields one gradient of the backbone's weights instead of two that are added. It
+        copies the samples, so it is faster where x is larger than they are.
+        """
+        embed = self.problem.embed
+        if embed is None or not self.problem.embeds_samples:
+            return batch
+        if isinstance(batch, FeatureBatch) or not batch.train:
+            return batch
+        train = named_tensors(batch.train)
+        val = named_tensors(batch.val)
+        if _layout(train) != _layout(val) or nbytes((train, val)) > nbytes(x):
+            return batch
+        both = [torch.cat([a, b]) for (_, a), (_, b) in zip(train, val, strict=True)]
+        features = embed(x, repack(batch.train, both), ())
+        counts = [len(train[0][1]), len(val[0][1])]
+        parts = [tensor.split(counts) for _, tensor in named_tensors(features)]
+        return FeatureBatch(
+            repack(features, [part for part, _ in parts]),
+            repack(features, [part for _, part in parts]),
+            batch.rng,
+        )
+
+    def _data(self, x: Tree, batch: Batch, level: int) -> Data:
+        """The data that the loss of one level receives: its side of the batch, embedded."""
+        data = (batch.train, batch.val)[level]
+        if self.problem.embed is None or isinstance(batch, FeatureBatch) or not data:
+            return data
+        return self.problem.embed(x, data, self._key(batch, level))
+
+    def _key(self, batch: Batch, level: int) -> Tensor | tuple[()]:
+        """The key that the loss of one level draws from: one per level, one for an episode."""
+        if not isinstance(batch.rng, Tensor) or self.problem.lower_level == "private":
+            return batch.rng
+        return fold_in(batch.rng, level)
+
+    def _lower_slope(self, v: Tree) -> Loss:
+        """<grad_y g, v> as a function of (x, y, batch); its gradients are second-order products."""
         return lambda x, y, batch: dot(grad(self.lower, argnums=1)(x, y, batch), v)
 
-    def _by_x(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        """The derivative of fn(x, y, batch) in x, through the features where there are any."""
-        if not isinstance(batch, Embedded):
-            return grad(fn)(x, y, _raw(batch))  # type: ignore[no-any-return]
-        return self._both(fn, x, y, batch)[0]
+    def _gradient_x(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
+        """The gradient of fn(x, y, batch) in x, also through the features of an embedded batch."""
+        if isinstance(batch, EmbeddedBatch):
+            return self._gradients(fn, x, y, batch)[0]
+        return grad(fn)(x, y, _differentiable(batch))  # type: ignore[no-any-return]
 
-    def _both(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
-        """Its derivatives in x and in y."""
-        if not isinstance(batch, Embedded):
-            return grad(fn, argnums=(0, 1))(x, y, _raw(batch))  # type: ignore[no-any-return]
-        build = batch.build
-        by_x, by_y, by_features = grad(lambda x, y, f: fn(x, y, build(f)), argnums=(0, 1, 2))(
-            x, y, batch.features
-        )
-        return by_x + batch.pull(by_features)[0], by_y
+    def _gradients(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
+        """The gradients of fn(x, y, batch) in x and in y."""
+        if not isinstance(batch, EmbeddedBatch):
+            gradients: tuple[Tree, Tree] = grad(fn, argnums=(0, 1))(x, y, _differentiable(batch))
+            return gradients
+        rebuild = batch.rebuild
+
+        def of_features(x: Tree, y: Tree, features: list[Tensor]) -> Tensor:
+            return fn(x, y, rebuild(features))
+
+        by_x, by_y, by_features = grad(of_features, argnums=(0, 1, 2))(x, y, batch.features)
+        return by_x + batch.pullback(by_features)[0], by_y
 
 
-def _raw(batch: Batch) -> Batch:
-    if isinstance(batch, Features):
+def _layout(tensors: list[tuple[str, Tensor]]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Name, shape and dtype of one sample."""
+    return [(name, tensor.shape[1:], tensor.dtype) for name, tensor in tensors]
+
+
+def _differentiable(batch: Batch) -> Batch:
+    """The batch, refused if it consists of features, which have no derivatives in x."""
+    if isinstance(batch, FeatureBatch):
         raise TypeError(
-            "a phase with fixed_x is given features, which have no derivatives in x; its fixed_x must be False"
+            "a phase with fixed_x receives features, which have no derivatives in x; "
+            "its fixed_x must be False"
         )
     return batch

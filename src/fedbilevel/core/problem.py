@@ -1,4 +1,7 @@
-"""What is to be solved: two losses and where they start (`Problem`), and who holds which data (`ClientData`)."""
+"""A bilevel problem (`Problem`), the data of a client (`ClientData`) and a batch of it (`Batch`).
+
+`split_module` turns a PyTorch module into the two levels of a problem.
+"""
 
 from __future__ import annotations
 
@@ -7,114 +10,209 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedbilevel.core import checks
-from fedbilevel.core.submodels import units
+from fedbilevel.core.submodels import count_units
 from fedbilevel.core.tree import Tree
 
 Data = tuple[Tensor, ...] | dict[str, Tensor]
 Loss = Callable[..., Tensor]
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
-    """What a loss is evaluated on; an unused side is `()`. `rng` is the key of a loss's own randomness."""
+    """The samples that the two losses are evaluated on.
+
+    Attributes:
+        train: samples of the training data, for the lower loss; `()` where it is not evaluated.
+        val: samples of the validation data, for the upper loss; `()` where it is not evaluated.
+        rng: the key from which losses with a fourth argument `rng` draw; `()` if there is none.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> inputs = torch.ones(8, 3)
+        >>> targets = torch.zeros(8)
+        >>> batch = fb.Batch(train=(inputs, targets))
+        >>> batch.val
+        ()
+    """
 
     train: Data = ()
     val: Data = ()
     rng: Tensor | tuple[()] = ()
 
 
-def _kind(value: Any) -> str:
-    """What a value is, in a word or two: never its contents, which may fill a screen."""
-    return (
-        f"{value.dtype} of shape {tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else type(value).__name__
-    )
+def _describe(value: object) -> str:
+    """Type and shape of a value, never its contents, which could fill a screen."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return type(value).__name__
 
 
-def leaves(data: Data) -> list[tuple[str, Tensor]]:
-    """The tensors of one side of the data, with the names a reader knows them by."""
-    items = data.items() if isinstance(data, dict) else enumerate(data)
-    return [(repr(key) if isinstance(key, str) else str(key), value) for key, value in items]
+def named_tensors(data: Data) -> list[tuple[str, Tensor]]:
+    """The tensors of one side of the data, each with its index or quoted key for messages."""
+    if isinstance(data, dict):
+        return [(repr(key), value) for key, value in data.items()]
+    return [(str(index), value) for index, value in enumerate(data)]
 
 
-def like(data: Data, values: list[Tensor]) -> Data:
-    """`values` in the form (tuple or dict) of `data`."""
-    return dict(zip(data, values, strict=True)) if isinstance(data, dict) else tuple(values)
+def repack(data: Data, tensors: list[Tensor]) -> Data:
+    """`tensors` in the container of `data`: a tuple, or a dict with the same keys."""
+    if isinstance(data, dict):
+        return dict(zip(data, tensors, strict=True))
+    return tuple(tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """One client's training (lower-level) and validation (upper-level) tensors; the leading axis counts samples."""
+    """The data of one client: one side for each level.
+
+    Each side is a tuple or a dict of tensors whose leading axis counts samples. The losses receive
+    batches of the same structure.
+
+    Args:
+        train: training data, on which the lower loss is evaluated.
+        val: validation data, on which the upper loss is evaluated.
+
+    Raises:
+        TypeError: a side is not a non-empty tuple or dict of tensors with at least one axis.
+        ValueError: a side has no samples, tensors of different lengths, or values that are not
+            finite.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> client = fb.ClientData(
+        ...     train={"image": torch.zeros(6, 1, 8, 8), "label": torch.arange(6)},
+        ...     val={"image": torch.zeros(2, 1, 8, 8), "label": torch.arange(2)},
+        ... )
+        >>> client.size("train"), client.size("val")
+        (6, 2)
+    """
 
     train: Data
     val: Data
 
     def __post_init__(self) -> None:
-        for side in ("train", "val"):
-            data = getattr(self, side)
-            if not isinstance(data, (tuple, dict)) or not data:
-                raise TypeError(
-                    f"{side} is {type(data).__name__}; it must be a non-empty tuple or dict of tensors"
-                )
-            lengths = set()
-            for name, value in leaves(data):
-                if not isinstance(value, Tensor) or value.ndim == 0:
-                    raise TypeError(
-                        f"{side}[{name}] must be a tensor whose leading axis counts samples, got {_kind(value)}"
-                    )
-                if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                    raise ValueError(
-                        f"{side}[{name}] holds NaN or infinity; every number in the data must be finite"
-                    )
-                lengths.add(len(value))
-            if len(lengths) > 1:
-                raise ValueError(
-                    f"{side} holds tensors of {sorted(lengths)} samples; all must have the same number"
-                )
-            if lengths == {0}:
-                raise ValueError(
-                    f"{side} is empty; a client needs at least one sample on each side"
-                )
+        _check_side("train", self.train)
+        _check_side("val", self.val)
 
     def size(self, side: str) -> int:
-        return self.forms[side][0]
+        """The number of samples of one side.
+
+        Args:
+            side: "train" or "val".
+
+        Returns:
+            The length of the leading axis.
+        """
+        return self.layouts[side][0]
 
     @functools.cached_property
-    def forms(self) -> dict[str, tuple[int, str]]:
-        """Of each side, how many samples there are and what one is, in words: they are compared often."""
-        sides = {"train": leaves(self.train), "val": leaves(self.val)}
-        return {
-            side: (
-                len(found[0][1]),
-                str([(name, *tensor.shape[1:], tensor.dtype) for name, tensor in found]),
+    def layouts(self) -> dict[str, tuple[int, str]]:
+        """For "train" and "val", the number of samples and the layout of one sample.
+
+        A layout is a string with the names, shapes and dtypes of the tensors, because executors
+        compare it often: clients of equal layouts can share a stack.
+        """
+        layouts = {}
+        for side, data in (("train", self.train), ("val", self.val)):
+            tensors = named_tensors(data)
+            layout = [(name, *tensor.shape[1:], tensor.dtype) for name, tensor in tensors]
+            layouts[side] = (len(tensors[0][1]), str(layout))
+        return layouts
+
+
+def _check_side(side: str, data: object) -> None:
+    """Refuse what cannot be one side of a client's data."""
+    if not isinstance(data, (tuple, dict)) or not data:
+        raise TypeError(
+            f"{side} is {type(data).__name__}; it must be a non-empty tuple or dict of tensors"
+        )
+    lengths = set()
+    for name, value in named_tensors(data):
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            raise TypeError(
+                f"{side}[{name}] must be a tensor whose leading axis counts samples, "
+                f"got {_describe(value)}"
             )
-            for side, found in sides.items()
-        }
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ValueError(
+                f"{side}[{name}] holds NaN or infinity; every number in the data must be finite"
+            )
+        lengths.add(len(value))
+    if len(lengths) > 1:
+        raise ValueError(
+            f"{side} holds tensors of {sorted(lengths)} samples; all must have the same number"
+        )
+    if lengths == {0}:
+        raise ValueError(f"{side} is empty; a client needs at least one sample on each side")
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """min_x F(x, y*(x)) with y*(x) = argmin_y G(x, y); F and G are means of the clients' `upper` and `lower` losses.
+    """A federated bilevel problem: two losses and the point where a run starts.
 
-    A loss takes (x, y, batch), or (x, y, batch, rng) if it draws random numbers, and returns the mean over the batch as
-    a 0-d tensor. x and y are dicts of tensors and hold where the search starts. `project_x` maps x to the closest point
-    that is allowed; it is applied to the server's x and to the clients' local copies.
+    The problem is
 
-    lower_level: "shared", one y for all clients, or "private": every batch is an episode with its own y*(x; batch).
-    Then sample j of a client's training data and of its validation data belong together, a batch draws the same samples
-    on both sides, and both losses are given the same `rng`.
-    embed: (x, data) or (x, data, rng) -> data, what depends on x alone (a backbone's features). The losses are then
-    given embedded data, and many y can be tried at one x without running the backbone again. With a shared lower level
-    and without rng it must treat every sample by itself: it is given many batches at once, or all of a client's data.
-    axes: names for the dimensions of tensors, {"conv1.weight": ("c1", None, None, None)}: those of one name are cut
-    together in submodels, None is never cut (`fedbilevel.submodels`; `fedbilevel.nets.axes` finds them).
+        min_x Phi(x) = F(x, y*(x))    with    y*(x) = argmin_y G(x, y),
+        F = sum_i p_i f_i,   G = sum_i p_i g_i,
+
+    where f_i is the upper loss on the validation data of client i, g_i the lower loss on its
+    training data and p_i its weight. A loss is a function of `(x, y, batch)`, or of
+    `(x, y, batch, rng)` if it draws random numbers, and returns the mean over the samples of the
+    batch as a 0-d tensor. `batch` has the structure of one side of `ClientData`.
+
+    Args:
+        upper: the upper loss f.
+        lower: the lower loss g, strongly convex in y for the hypergradient to exist.
+        x: the initial upper variables, floating tensors by name.
+        y: the initial lower variables; x and y have no name in common and the same dtype.
+        lower_level: "shared": all clients have one y. "private": every batch is an episode with
+            its own y*(x; batch). Sample j of a client's training data then belongs to sample j of
+            its validation data, a batch takes the same samples from both sides, and both losses
+            receive the same `rng`.
+        project_x: maps x to the closest feasible point. It is applied to the server's x and to the
+            clients' local copies of it.
+        embed: the part of the losses that depends on x alone, such as the features that a backbone
+            computes: a function of `(x, data)` or `(x, data, rng)` that returns data. The losses
+            then receive embedded data, and several y can be evaluated at one x without running the
+            backbone again. With a shared lower level and without `rng`, `embed` must process every
+            sample independently, because it may receive many batches at once.
+        axes: names for the dimensions of tensors, for example
+            `{"conv1.weight": ("c1", None, None, None)}`. In submodels, dimensions of one name are
+            cut together and those named None are never cut. `fedbilevel.nets.axes` finds the axes
+            of a module.
+
+    Raises:
+        TypeError: a loss is not callable or takes another number of arguments, x or y is not a
+            non-empty dict of floating tensors, or their dtypes differ.
+        ValueError: `lower_level` is unknown, x and y share a name, hold values that are not finite,
+            or do not fit `axes`.
+
+    Example:
+        Ridge regression whose regularisation is tuned on validation data:
+
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> def upper(x, y, batch):
+        ...     inputs, targets = batch
+        ...     return ((inputs @ y["w"] - targets) ** 2).mean()
+        >>> def lower(x, y, batch):
+        ...     return upper(x, y, batch) + x["log_ridge"].exp() * (y["w"] ** 2).sum()
+        >>> problem = fb.Problem(
+        ...     upper, lower, x={"log_ridge": torch.tensor(0.0)}, y={"w": torch.zeros(2)}
+        ... )
+        >>> data = (torch.eye(2), torch.ones(2))
+        >>> clients = [fb.ClientData(train=data, val=data) for _ in range(3)]
+        >>> fb.solve_lower(problem, clients, problem.x)
+        {'w': tensor([0.3333, 0.3333])}
     """
 
     upper: Loss
@@ -132,99 +230,157 @@ class Problem:
             loss = getattr(self, name)
             if not callable(loss):
                 raise TypeError(
-                    f"{name} is {loss!r}; it must be a function of (x, y, batch) or (x, y, batch, rng)"
+                    f"{name} is {loss!r}; "
+                    "it must be a function of (x, y, batch) or (x, y, batch, rng)"
                 )
-            object.__setattr__(self, name, _with_rng(f"the {name} loss", loss, ("x", "y", "batch")))
+            with_rng = _with_rng(f"the {name} loss", loss, ("x", "y", "batch"))
+            object.__setattr__(self, name, with_rng)
         if self.embed is not None:
             object.__setattr__(self, "embed", _with_rng("embed", self.embed, ("x", "data")))
         for name in ("x", "y"):
-            object.__setattr__(self, name, _variable(name, getattr(self, name)))
+            object.__setattr__(self, name, _detached_copy(name, getattr(self, name)))
         for shared in self.x.keys() & self.y.keys():
             raise ValueError(
                 f"x and y share the name {shared!r}; every tensor belongs to one level"
             )
         if len({value.dtype for value in [*self.x.values(), *self.y.values()]}) > 1:
             raise TypeError("x and y hold tensors of several dtypes; all must have the same")
-        units(self.axes, {**self.x, **self.y})
+        count_units(self.axes, {**self.x, **self.y})
 
     @property
     def embeds_samples(self) -> bool:
-        """Whether samples can be embedded before batches are drawn of them."""
-        return isinstance(self.embed, _WithoutRng) and self.lower_level == "shared"
+        """Whether samples can be embedded one by one, before batches are drawn from them."""
+        return isinstance(self.embed, _IgnoresRng) and self.lower_level == "shared"
 
     @property
     def start(self) -> tuple[Tree, Tree]:
+        """The initial x and y as trees."""
         return Tree(self.x), Tree(self.y)
 
     def to(self, device: str) -> Problem:
-        moved = {name: Tree(getattr(self, name)).map(lambda t: t.to(device)) for name in ("x", "y")}
-        return replace(self, **moved)  # type: ignore[arg-type]
+        """A copy of this problem with x and y on another device.
 
-    def rounded(self, precision: str) -> Problem:
-        """This problem with its backbone in another precision; what comes of the features is as exact as before."""
+        Args:
+            device: the name of a PyTorch device.
+
+        Returns:
+            The new problem; this one is unchanged.
+        """
+        x, y = self.start
+        return replace(
+            self,
+            x=x.map(lambda tensor: tensor.to(device)),
+            y=y.map(lambda tensor: tensor.to(device)),
+        )
+
+    def with_precision(self, precision: str) -> Problem:
+        """This problem with its backbone (`embed`) evaluated in another precision.
+
+        Features are converted back to the dtype of x, so that everything computed from them, such
+        as Hessian products, is as exact as before.
+
+        Args:
+            precision: "fp32" leaves the problem unchanged, "bf16" runs `embed` under
+                `torch.autocast`.
+
+        Returns:
+            The problem to run.
+
+        Raises:
+            ValueError: the precision is unknown, or it is "bf16" and the problem has no `embed`.
+        """
         if checks.one_of("precision", precision, ("fp32", "bf16")) == "fp32":
             return self
         if self.embed is None:
             raise ValueError(
-                f"precision is {precision!r}, but this problem names no embed to round; it must be 'fp32'"
+                f"precision is {precision!r}, but this problem has no embed to round; "
+                "it must be 'fp32'"
             )
-        embed, exact = self.embed, next(iter(self.x.values())).dtype
+        embed = self.embed
+        dtype = next(iter(self.x.values())).dtype
 
-        def rounded(x: Tree, data: Data, rng: Any) -> Data:
-            with torch.autocast(leaves(data)[0][1].device.type, torch.bfloat16):
-                found = embed(x, data, rng)
-            back = {torch.bfloat16: exact}
-            return like(
-                found,
-                [tensor.to(back.get(tensor.dtype, tensor.dtype)) for _, tensor in leaves(found)],
-            )
+        def embed_rounded(x: Tree, data: Data, rng: object) -> Data:
+            with torch.autocast(named_tensors(data)[0][1].device.type, torch.bfloat16):
+                features = embed(x, data, rng)
+            converted = []
+            for _, tensor in named_tensors(features):
+                if tensor.dtype == torch.bfloat16:
+                    tensor = tensor.to(dtype)
+                converted.append(tensor)
+            return repack(features, converted)
 
-        if isinstance(embed, _WithoutRng):
-            return replace(self, embed=lambda x, data: rounded(x, data, ()))
-        return replace(self, embed=rounded)
+        if isinstance(embed, _IgnoresRng):
+            return replace(self, embed=lambda x, data: embed_rounded(x, data, ()))
+        return replace(self, embed=embed_rounded)
 
     def project(self, x: Tree) -> Tree:
-        return x if self.project_x is None else Tree(self.project_x(x))
+        """The feasible point closest to x: `project_x(x)`, or x itself without constraints.
 
-    def paired(self, client: ClientData) -> ClientData:
-        """A client's data; refused where its sides belong together and do not fit."""
-        if (
-            self.lower_level == "private"
-            and (sizes := [client.size("train"), client.size("val")])[0] != sizes[1]
-        ):
+        Args:
+            x: a point.
+
+        Returns:
+            The projected point.
+        """
+        if self.project_x is None:
+            return x
+        return Tree(self.project_x(x))
+
+    def validated(self, client: ClientData) -> ClientData:
+        """The data of a client, unless they do not fit the lower level.
+
+        Args:
+            client: the data of one client.
+
+        Returns:
+            `client`, unchanged.
+
+        Raises:
+            ValueError: the lower level is private and the two sides differ in length.
+        """
+        if self.lower_level == "private" and client.size("train") != client.size("val"):
             raise ValueError(
-                f"train holds {sizes[0]} samples and val {sizes[1]}; with a private lower level they belong together, "
-                "so both must hold as many"
+                f"train holds {client.size('train')} samples and val {client.size('val')}; with a "
+                "private lower level they belong together, so both must hold the same number"
             )
         return client
 
     def check(self, client: ClientData, device: str = "cpu", samples: int | None = None) -> None:
-        """Evaluate both losses once, on the first `samples`, so that a wrong one is refused before anything runs."""
-        (x, y), key, client = (
-            self.start,
-            torch.zeros((), dtype=torch.int64, device=device),
-            self.paired(client),
-        )
-        for name, loss, data in (
-            ("upper", self.upper, client.val),
-            ("lower", self.lower, client.train),
-        ):
-            there = like(data, [tensor[:samples].to(device) for _, tensor in leaves(data)])
-            before = _generators(device)
-            value = loss(x, y, self.embed(x, there, key) if self.embed else there, key)
+        """Evaluate both losses once, so that a wrong one is refused before a run starts.
+
+        Args:
+            client: the data of one client.
+            device: where to evaluate; x and y must be there already.
+            samples: how many samples of each side to use; None means all.
+
+        Raises:
+            TypeError: a loss does not return a 0-d floating tensor.
+            ValueError: a loss is not finite, or draws from PyTorch's global generator, which would
+                make runs impossible to repeat.
+        """
+        x, y = self.start
+        key = torch.zeros((), dtype=torch.int64, device=device)
+        client = self.validated(client)
+        levels = (("upper", self.upper, client.val), ("lower", self.lower, client.train))
+        for name, loss, side in levels:
+            data = repack(side, [tensor[:samples].to(device) for _, tensor in named_tensors(side)])
+            states = _generator_states(device)
+            if self.embed is not None:
+                data = self.embed(x, data, key)
+            value = loss(x, y, data, key)
             if not isinstance(value, Tensor) or value.ndim != 0 or not value.is_floating_point():
-                got = (
-                    f"{value.dtype} of shape {tuple(value.shape)}"
-                    if isinstance(value, Tensor)
-                    else repr(value)
-                )
+                got = repr(value)
+                if isinstance(value, Tensor):
+                    got = _describe(value)
                 raise TypeError(
-                    f"the {name} loss must return a 0-d floating tensor (the mean over the batch), got {got}"
+                    f"the {name} loss must return a 0-d floating tensor (the mean over the batch), "
+                    f"got {got}"
                 )
-            if not all(map(torch.equal, before, _generators(device))):
+            if not all(map(torch.equal, states, _generator_states(device))):
                 raise ValueError(
-                    f"the {name} loss draws from torch's global generator; give it a fourth argument `rng` to draw "
-                    "from (fedbilevel.nets.Dropout does), so that runs can be repeated"
+                    f"the {name} loss draws from torch's global generator; give it a fourth "
+                    "argument `rng` to draw from (fedbilevel.nets.Dropout does), so that runs can "
+                    "be repeated"
                 )
             if not bool(torch.isfinite(value)):
                 raise ValueError(
@@ -232,48 +388,49 @@ class Problem:
                 )
 
 
-def _generators(device: str) -> list[Tensor]:
-    """The states of the global generators a loss might draw from."""
-    return [
-        torch.get_rng_state(),
-        *([torch.cuda.get_rng_state(device)] if device.startswith("cuda") else []),
-    ]
+def _generator_states(device: str) -> list[Tensor]:
+    """The states of PyTorch's global generators that a loss on this device could draw from."""
+    states = [torch.get_rng_state()]
+    if device.startswith("cuda"):
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
-def _with_rng(name: str, fn: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
-    """A function of these arguments as one of them and rng, whichever form the user gave."""
-    if isinstance(fn, _WithoutRng):
-        return fn
-    count = len(
-        [
-            p
-            for p in inspect.signature(fn).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-            and (p.default is p.empty or p.name == "rng")
-        ]
-    )
-    if count - len(arguments) not in (0, 1):
-        plain = ", ".join(arguments)
-        raise TypeError(f"{name} takes {count} arguments; it must take ({plain}) or ({plain}, rng)")
-    return fn if count > len(arguments) else _WithoutRng(fn)
+class _IgnoresRng(Generic[T]):
+    """A function without `rng`, callable with `rng` as an additional last argument."""
 
-
-class _WithoutRng:
-    """A function that is given `rng` last and has no use for it."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., T]) -> None:
         self.fn = fn
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> T:
         return self.fn(*args[:-1])
 
 
-def _variable(name: str, value: Any) -> Tree:
+def _with_rng(name: str, fn: Callable[..., T], arguments: tuple[str, ...]) -> Callable[..., T]:
+    """`fn`, callable with these arguments and `rng`, whether or not it takes `rng`."""
+    if isinstance(fn, _IgnoresRng):
+        return fn
+    count = 0
+    for parameter in inspect.signature(fn).parameters.values():
+        positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        required = parameter.default is parameter.empty
+        if positional and (required or parameter.name == "rng"):
+            count += 1
+    if count == len(arguments):
+        return _IgnoresRng(fn)
+    if count != len(arguments) + 1:
+        plain = ", ".join(arguments)
+        raise TypeError(f"{name} takes {count} arguments; it must take ({plain}) or ({plain}, rng)")
+    return fn
+
+
+def _detached_copy(name: str, value: object) -> Tree:
+    """Initial variables as a tree that shares neither memory nor a graph with the user's."""
     if not isinstance(value, Mapping) or not value:
         raise TypeError(f"{name} is {type(value).__name__}; it must be a non-empty dict of tensors")
     for key, tensor in value.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise TypeError(f"{name}[{key!r}] must be a floating tensor, got {_kind(tensor)}")
+            raise TypeError(f"{name}[{key!r}] must be a floating tensor, got {_describe(tensor)}")
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(
                 f"{name}[{key!r}] holds NaN or infinity at the start; it must be finite"
@@ -282,7 +439,13 @@ def _variable(name: str, value: Any) -> Tree:
 
 
 class SplitModule(NamedTuple):
-    """A module as a function of its two halves: `apply(x, y, *inputs)` runs it with those parameters."""
+    """A module as a function of two halves of its parameters; `split_module` returns it.
+
+    Attributes:
+        apply: `apply(x, y, *inputs)` calls the module with the parameters in x and y.
+        x: the upper half of the parameters (a backbone).
+        y: the lower half of the parameters (a head).
+    """
 
     apply: Callable[..., Any]
     x: Tree
@@ -292,17 +455,48 @@ class SplitModule(NamedTuple):
 def split_module(
     module: nn.Module, lower: str, buffers: Literal["freeze"] | None = None
 ) -> SplitModule:
-    """Split a module's parameters by name: those that start with `lower` (a head) are y, the rest (a backbone) is x.
+    """Split the parameters of a module into upper and lower variables, by name.
 
-    A module with buffers (BatchNorm's running statistics) is refused unless `buffers="freeze"`: then the module runs in
-    evaluation mode with its buffers as they are. Averaging running statistics over clients, or leaving them to each
-    client, changes what is optimized; neither happens silently here. GroupNorm and LayerNorm have no buffers.
+    Buffers, such as the running statistics of BatchNorm, belong to neither level: to average them
+    over clients, or to leave them to each client, would change the problem silently. A module with
+    buffers is therefore refused unless they are frozen. GroupNorm and LayerNorm have no buffers.
+
+    Args:
+        module: the module; it is neither changed nor moved.
+        lower: parameters whose names start with this prefix (a head) become y, all others
+            (a backbone) become x.
+        buffers: "freeze" takes a copy of the module in evaluation mode and never changes its
+            buffers. None refuses a module that has buffers.
+
+    Returns:
+        `SplitModule(apply, x, y)`: a function that calls the module with given parameters, and
+        the parameters of the two levels.
+
+    Raises:
+        ValueError: the module has buffers and `buffers` is None, or `lower` selects none or all of
+            the parameters.
+
+    Example:
+        >>> import torch
+        >>> from collections import OrderedDict
+        >>> import fedbilevel as fb
+        >>> net = torch.nn.Sequential(
+        ...     OrderedDict(backbone=torch.nn.Linear(3, 4), head=torch.nn.Linear(4, 1))
+        ... )
+        >>> apply, x, y = fb.split_module(net, lower="head.")
+        >>> list(y)
+        ['head.weight', 'head.bias']
+        >>> apply(x, y, torch.ones(5, 3)).shape
+        torch.Size([5, 1])
     """
-    held = [name for name, _ in module.named_buffers()]
-    if held and buffers is None:
+    names = [name for name, _ in module.named_buffers()]
+    if names and buffers is None:
+        shown = ", ".join(names[:3])
+        if len(names) > 3:
+            shown += ", ..."
         raise ValueError(
-            f"the module has buffers ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}); pass buffers='freeze' "
-            "to keep them as they are, or use layers without (GroupNorm for BatchNorm)"
+            f"the module has buffers ({shown}); pass buffers='freeze' to keep them unchanged, "
+            "or use layers without buffers (GroupNorm instead of BatchNorm)"
         )
     if buffers is not None:
         checks.one_of("buffers", buffers, ("freeze",))
@@ -312,8 +506,8 @@ def split_module(
     x = Tree({name: value for name, value in parameters.items() if name not in y})
     if not x or not y:
         raise ValueError(
-            f"lower={lower!r} selects {len(y)} of {len(parameters)} parameters ({', '.join(parameters)}); "
-            "it must select some and leave some"
+            f"lower={lower!r} selects {len(y)} of {len(parameters)} parameters "
+            f"({', '.join(parameters)}); it must select some and leave some"
         )
     return SplitModule(lambda x, y, *inputs: functional_call(module, {**x, **y}, inputs), x, y)
 
@@ -321,27 +515,52 @@ def split_module(
 def client_weights(
     weights: str | Sequence[float], clients: Sequence[ClientData]
 ) -> Sequence[float]:
-    """p_i >= 0, summing to 1: "uniform", "samples" (in proportion to training samples), or one number a client."""
+    """The weight p_i >= 0 of every client in the global losses; the weights sum to 1.
+
+    Args:
+        weights: "uniform", "samples" (in proportion to the training samples) or one number per
+            client, which are divided by their sum.
+        clients: the data of all clients.
+
+    Returns:
+        One weight per client.
+
+    Raises:
+        TypeError: `weights` is neither a string nor a sequence of numbers.
+        ValueError: a string is unknown, or the numbers are not one per client, not finite,
+            negative or all zero.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.core.problem import client_weights
+        >>> clients = fb.tasks.load("quadratic", clients=4).clients
+        >>> list(client_weights("uniform", clients))
+        [0.25, 0.25, 0.25, 0.25]
+        >>> list(client_weights([3, 1, 0, 4], clients))
+        [0.375, 0.125, 0.0, 0.5]
+    """
     n = len(clients)
+    values: Sequence[object]
     if isinstance(weights, str):
         if checks.one_of("weights", weights, ("uniform", "samples")) == "uniform":
-            return _Uniform(n)
-        values: Sequence[Any] = [clients[i].size("train") for i in range(n)]
+            return _UniformWeights(n)
+        values = [clients[i].size("train") for i in range(n)]
     elif isinstance(weights, Sequence):
         values = weights
     else:
         raise TypeError(
-            f"weights is {weights!r}; it must be 'uniform', 'samples' or a sequence with a number a client"
+            f"weights is {weights!r}; "
+            "it must be 'uniform', 'samples' or a sequence of one number per client"
         )
     if len(values) != n:
         raise ValueError(f"weights has {len(values)} entries; there are {n} clients")
-    total = sum(checks.non_negative("weights", value) for value in values)
-    checks.positive("the sum of weights", total)
-    return [value / total for value in values]
+    numbers = [checks.non_negative("weights", value) for value in values]
+    total = checks.positive("the sum of weights", sum(numbers))
+    return [number / total for number in numbers]
 
 
-class _Uniform(Sequence[float]):
-    """1/n for everyone, at no cost in n."""
+class _UniformWeights(Sequence[float]):
+    """1/n for each of n clients, without a list of n numbers."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -349,7 +568,7 @@ class _Uniform(Sequence[float]):
     def __len__(self) -> int:
         return self.n
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> float:  # type: ignore[override]  # no slices
         if not 0 <= index < self.n:
             raise IndexError(f"client {index} of {self.n}")
         return 1 / self.n

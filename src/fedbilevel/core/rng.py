@@ -1,7 +1,19 @@
-"""Keyed randomness: every draw is a pure function of a key, the same on every runtime and device.
+"""Keyed randomness: every draw is a pure function of a key, the same on every device.
 
-A key is an int64 tensor. Draws are counter-based (SplitMix64, Steele, Lea and Flood 2014) and made of integer tensor
-operations only, so that they work under `torch.func.vmap` and give the same bits on a CPU and on a GPU.
+A key is an int64 tensor, of shape () or of any other shape for many keys at once. `root` makes a
+key from a seed, `fold_in` derives further keys, and the other functions draw numbers with a key.
+Drawing twice with one key gives the same numbers; there is no hidden state. Draws are counter-based
+(SplitMix64: Steele, Lea and Flood 2014) and consist of integer tensor operations, so that they work
+under `torch.func.vmap` and give the same bits on a CPU and on a GPU.
+
+Example:
+    >>> from fedbilevel.core import rng
+    >>> key = rng.root(0, "example")
+    >>> clients = rng.fold_in(key, torch.arange(3))  # a key per client
+    >>> rng.uniform(clients, (2,)).shape
+    torch.Size([3, 2])
+    >>> bool((rng.uniform(clients, (2,)) == rng.uniform(clients, (2,))).all())
+    True
 """
 
 from __future__ import annotations
@@ -15,17 +27,20 @@ from torch import Tensor
 
 
 def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    """The int64 with the same 64 bits as an unsigned number."""
+    if value >> 63:
+        return value - (1 << 64)
+    return value
 
 
-GOLDEN = _signed(0x9E3779B97F4A7C15)
+GOLDEN = _signed(0x9E3779B97F4A7C15)  # the constants of SplitMix64
 MIX1 = _signed(0xBF58476D1CE4E5B9)
 MIX2 = _signed(0x94D049BB133111EB)
 LARGEST = (1 << 63) - 1
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
-    """Logical right shift (that of int64 tensors is arithmetic)."""
+    """Logical right shift; `>>` on int64 tensors is an arithmetic one."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -36,8 +51,8 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _mix_number(value: int) -> int:
-    """The same of a number, without a tensor: a GPU need not wait for one."""
+def _mix_int(value: int) -> int:
+    """`_mix` of a Python int, without a tensor that would have to be copied to a GPU."""
     word = value % (1 << 64)
     for shift, factor in ((30, MIX1), (27, MIX2)):
         word = (word ^ word >> shift) * factor % (1 << 64)
@@ -45,64 +60,176 @@ def _mix_number(value: int) -> int:
 
 
 def root(seed: int, purpose: str) -> Tensor:
-    """The key of everything drawn for one purpose: a run's streams never share a draw."""
-    return torch.tensor(_mix_number(seed ^ _mix_number(crc32(purpose.encode()) + GOLDEN)))
+    """Make the key of all draws for one purpose.
+
+    Different purposes have independent draws, so that the streams of one run never share a draw.
+
+    Args:
+        seed: the seed of the run.
+        purpose: a name for what is drawn, such as "cohort".
+
+    Returns:
+        A key of shape ().
+
+    Example:
+        >>> root(0, "cohort")
+        tensor(-2638440607767471136)
+    """
+    return torch.tensor(_mix_int(seed ^ _mix_int(crc32(purpose.encode()) + GOLDEN)))
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """A new key from a key and a number (a task, a client, a step)."""
-    mixed = _mix(data.long() + GOLDEN) if isinstance(data, Tensor) else _mix_number(data + GOLDEN)
-    return _mix(key ^ mixed)
+    """Derive a key from a key and a number, such as the index of a client or of a step.
+
+    Args:
+        key: one key or many.
+        data: a number, or an integer tensor whose shape broadcasts with that of `key`.
+
+    Returns:
+        The new keys. The order matters: folding in 1 and then 2 is not folding in 2 and then 1.
+
+    Example:
+        >>> fold_in(root(0, "cohort"), 5)
+        tensor(-2367207789098686351)
+        >>> fold_in(root(0, "cohort"), torch.arange(4)).shape
+        torch.Size([4])
+    """
+    if isinstance(data, Tensor):
+        return _mix(key ^ _mix(data.long() + GOLDEN))
+    return _mix(key ^ _mix_int(data + GOLDEN))
 
 
 def bits(key: Tensor, count: int) -> Tensor:
-    """`count` 64-bit words for each key: shape (*key.shape, count)."""
+    """Draw random 64-bit words: the first outputs of SplitMix64 with `key` as its seed.
+
+    Args:
+        key: one key or many.
+        count: the number of words per key.
+
+    Returns:
+        An int64 tensor of shape (*key.shape, count).
+
+    Example:
+        >>> bits(torch.tensor(1234567), 2)
+        tensor([6457827717110365317, 3203168211198807973])
+    """
     return _mix(key.unsqueeze(-1) + torch.arange(1, count + 1, device=key.device) * GOLDEN)
 
 
 def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform numbers in [0, 1), all bits of the mantissa random."""
-    mantissa = 53 if dtype == torch.float64 else 24
+    """Draw uniform numbers in [0, 1), with every bit of the mantissa random.
+
+    Args:
+        key: one key or many.
+        shape: the shape of the numbers of one key.
+        dtype: `torch.float32` or `torch.float64`.
+
+    Returns:
+        A tensor of shape (*key.shape, *shape).
+
+    Example:
+        >>> u = uniform(root(0, "example"), (1000,))
+        >>> bool((u >= 0).all() and (u < 1).all())
+        True
+    """
+    mantissa = 24
+    if dtype == torch.float64:
+        mantissa = 53
     count = int(torch.Size(shape).numel())
-    return (_shift(bits(key, count), 64 - mantissa).to(dtype) * 2.0**-mantissa).reshape(
-        (*key.shape, *shape)
-    )
+    numbers = _shift(bits(key, count), 64 - mantissa).to(dtype) * 2.0**-mantissa
+    return numbers.reshape((*key.shape, *shape))
 
 
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers (Box-Muller)."""
+    """Draw standard normal numbers (Box-Muller).
+
+    Args:
+        key: one key or many.
+        shape: the shape of the numbers of one key.
+        dtype: `torch.float32` or `torch.float64`.
+
+    Returns:
+        A tensor of shape (*key.shape, *shape).
+
+    Example:
+        >>> normal(fold_in(root(0, "example"), torch.arange(3)), (2, 5)).shape
+        torch.Size([3, 2, 5])
+    """
     radius = (-2 * torch.log1p(-uniform(fold_in(key, 0), shape, dtype))).sqrt()
     return radius * torch.cos(2 * torch.pi * uniform(fold_in(key, 1), shape, dtype))
 
 
 def integers(key: Tensor, low: int, high: int | Tensor) -> Tensor:
-    """One integer in [low, high], both included, for each key."""
+    """Draw one integer per key, uniformly from low to high, both included.
+
+    Args:
+        key: one key or many.
+        low: the smallest integer.
+        high: the largest integer; a tensor has one entry per key.
+
+    Returns:
+        An int64 tensor of the shape of `key`.
+
+    Example:
+        >>> draws = integers(fold_in(root(0, "example"), torch.arange(100)), 1, 6)
+        >>> sorted(set(draws.tolist()))
+        [1, 2, 3, 4, 5, 6]
+    """
     return low + _shift(bits(key, 1)[..., 0], 1) % (high - low + 1)
 
 
 def subset(key: Tensor, population: int, count: int) -> list[int]:
-    """`count` distinct numbers below `population`, uniform, at a cost that does not depend on `population`."""
+    """Draw distinct numbers from 0 to population - 1, in random order.
+
+    The cost grows with `count` and not with `population`: a cohort of ten clients is drawn from a
+    million as fast as from a hundred.
+
+    Args:
+        key: one key.
+        population: the number of candidates.
+        count: how many to draw; with `count >= population` all of them are returned, in order.
+
+    Returns:
+        The numbers.
+
+    Example:
+        >>> cohort = subset(root(0, "example"), population=10**6, count=10)
+        >>> len(set(cohort))
+        10
+    """
     if count >= population:
         return list(range(population))
-    chosen: dict[int, None] = {}
+    drawn: dict[int, None] = {}  # an ordered set
     block = 0
-    while len(chosen) < count:
-        for draw in (_shift(bits(fold_in(key, block), 2 * count), 1) % population).tolist():
-            chosen.setdefault(draw)
-            if len(chosen) == count:
+    while len(drawn) < count:
+        for number in (_shift(bits(fold_in(key, block), 2 * count), 1) % population).tolist():
+            drawn.setdefault(number)
+            if len(drawn) == count:
                 break
         block += 1
-    return list(chosen)
+    return list(drawn)
 
 
 def rows(keys: Tensor, size: int, count: int, sizes: Tensor | None = None) -> Tensor:
-    """For each key `count` distinct indices below `size`, uniform: mini-batches without replacement.
+    """Draw row indices of mini-batches: for every key distinct indices, uniformly.
 
-    sizes: of each key its own, at most `size`.
+    Args:
+        keys: a key per mini-batch.
+        size: the number of rows to draw from.
+        count: the number of indices per key; at most the number of rows to draw from.
+        sizes: where keys have different numbers of rows, that of every key, at most `size`.
+
+    Returns:
+        An int64 tensor of shape (*keys.shape, count) with indices in random order.
+
+    Example:
+        >>> keys = fold_in(root(0, "example"), torch.arange(2))
+        >>> batches = rows(keys, size=8, count=3, sizes=torch.tensor([8, 3]))
+        >>> sorted(batches[1].tolist())
+        [0, 1, 2]
     """
     draws = _shift(bits(keys, size), 1)
     if sizes is not None:
-        draws = draws.masked_fill(
-            torch.arange(size, device=keys.device) >= sizes.unsqueeze(-1), LARGEST
-        )
+        missing = torch.arange(size, device=keys.device) >= sizes.unsqueeze(-1)
+        draws = draws.masked_fill(missing, LARGEST)
     return draws.topk(count, largest=False).indices

@@ -1,10 +1,13 @@
-"""`Tree`: a dict of tensors that adds and scales like one vector, so that updates read as they are printed."""
+"""`Tree`, a dict of named tensors with the arithmetic of one vector, and functions of trees.
+
+A problem's variables x and y, the clients' gradients and the server's updates are all trees, so
+that an update reads as it is printed: `x - lr * direction`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +17,45 @@ Scalar = float | Tensor
 
 
 class Tree(dict[str, Tensor]):
-    """A dict of tensors with the operations of a vector space."""
+    """A dict of named tensors that adds, subtracts and scales like one vector.
+
+    A tree is constructed like a dict, `Tree(w=...)` or `Tree({"w": ...})`. Operations match tensors
+    by name, return new trees and leave their operands unchanged. A tree is registered with PyTorch
+    as a pytree node, so `torch.func.grad` and `torch.func.vmap` accept and return trees.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> y = fb.Tree(w=torch.tensor([1.0, 2.0]), b=torch.tensor(3.0))
+        >>> gradient = fb.Tree(w=torch.tensor([2.0, 0.0]), b=torch.tensor(-2.0))
+        >>> y - 0.5 * gradient
+        {'w': tensor([0., 2.]), 'b': tensor(4.)}
+        >>> torch.func.grad(lambda tree: (tree["w"] ** 2).sum() + tree["b"])(y)
+        {'w': tensor([2., 4.]), 'b': tensor(1.)}
+    """
 
     def map(self, fn: Callable[..., Tensor], *others: Mapping[str, Tensor]) -> Tree:
+        """Apply a function to every tensor.
+
+        Args:
+            fn: called with a tensor of this tree and the tensors of `others` that have its name.
+            *others: trees or dicts that have at least the names of this tree.
+
+        Returns:
+            A tree with the names of this one and the results of `fn`.
+
+        Raises:
+            KeyError: one of `others` lacks a name.
+
+        Example:
+            >>> import torch
+            >>> from fedbilevel import Tree
+            >>> a = Tree(w=torch.tensor([1.0, -2.0]))
+            >>> a.map(torch.abs)
+            {'w': tensor([1., 2.])}
+            >>> a.map(torch.maximum, Tree(w=torch.zeros(2)))
+            {'w': tensor([1., 0.])}
+        """
         return Tree(
             {name: fn(value, *(other[name] for other in others)) for name, value in self.items()}
         )
@@ -40,10 +79,12 @@ class Tree(dict[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes of all tensors."""
         return sum(value.nbytes for value in self.values())
 
     @property
     def numel(self) -> int:
+        """The number of entries of all tensors."""
         return sum(value.numel() for value in self.values())
 
 
@@ -56,62 +97,176 @@ pytree.register_pytree_node(
 
 
 def zeros_like(tree: Tree) -> Tree:
+    """The zero vector with the names, shapes and dtypes of a tree.
+
+    Args:
+        tree: the tree whose form is copied.
+
+    Returns:
+        A tree of zeros.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.core.tree import Tree, zeros_like
+        >>> zeros_like(Tree(w=torch.ones(2)))
+        {'w': tensor([0., 0.])}
+    """
     return tree.map(torch.zeros_like)
 
 
 def dot(a: Tree, b: Tree) -> Tensor:
-    """The inner product <a, b>."""
+    """The inner product <a, b> over all tensors.
+
+    Args:
+        a: a tree.
+        b: a tree with at least the names of `a`.
+
+    Returns:
+        A 0-d tensor.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.core.tree import Tree, dot
+        >>> a = Tree(w=torch.tensor([1.0, 2.0]), b=torch.tensor(3.0))
+        >>> dot(a, a)
+        tensor(14.)
+    """
     return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
 
 
 def norm(tree: Tree) -> Tensor:
-    """The Euclidean norm of the whole tree."""
-    length: Tensor = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(value) for value in tree.values()])
-    )
-    return length
+    """The Euclidean norm of all tensors together.
+
+    Args:
+        tree: a tree.
+
+    Returns:
+        A 0-d tensor.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.core.tree import Tree, norm
+        >>> norm(Tree(w=torch.tensor([3.0, 0.0]), b=torch.tensor(-4.0)))
+        tensor(5.)
+    """
+    norms = torch.stack([torch.linalg.vector_norm(value) for value in tree.values()])
+    total: Tensor = torch.linalg.vector_norm(norms)
+    return total
 
 
 def project(tree: Tree, radius: float) -> Tree:
-    """The closest point of the ball around 0: P_r(z) = z min(1, r / ||z||)."""
+    """The closest point of the ball of this radius around 0: P_r(z) = z min(1, r / ||z||).
+
+    Args:
+        tree: the point z.
+        radius: the radius r of the ball.
+
+    Returns:
+        A tree of norm at most `radius`.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.core.tree import Tree, project
+        >>> project(Tree(w=torch.tensor([3.0, 4.0])), radius=2.5)
+        {'w': tensor([1.5000, 2.0000])}
+    """
     return tree * (radius / norm(tree)).clamp(max=1.0)
 
 
 def flatten(tree: Tree) -> Tensor:
+    """All entries of a tree as one vector, tensor after tensor.
+
+    Args:
+        tree: a tree.
+
+    Returns:
+        A tensor of shape `(tree.numel,)`; `unflatten` inverts it.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.core.tree import Tree, flatten
+        >>> flatten(Tree(w=torch.tensor([[1.0, 2.0]]), b=torch.tensor(3.0)))
+        tensor([1., 2., 3.])
+    """
     return torch.cat([value.reshape(-1) for value in tree.values()])
 
 
 def unflatten(vector: Tensor, like: Tree) -> Tree:
+    """The inverse of `flatten`: a vector as a tree.
+
+    Args:
+        vector: a tensor of shape `(like.numel,)`.
+        like: the tree that gives names, shapes and their order.
+
+    Returns:
+        A tree with the names and shapes of `like` and the entries of `vector`.
+
+    Raises:
+        RuntimeError: `vector` has another number of entries than `like`.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.core.tree import Tree, unflatten
+        >>> unflatten(torch.arange(3.0), like=Tree(w=torch.ones(1, 2), b=torch.ones(())))
+        {'w': tensor([[0., 1.]]), 'b': tensor(2.)}
+    """
     parts = torch.split(vector, [value.numel() for value in like.values()])
-    return Tree(
-        {
-            name: part.reshape(value.shape)
-            for (name, value), part in zip(like.items(), parts, strict=True)
-        }
-    )
+    tree = Tree()
+    for (name, value), part in zip(like.items(), parts, strict=True):
+        tree[name] = part.reshape(value.shape)
+    return tree
 
 
-def is_finite(values: Any) -> bool:
-    """Whether every tensor and number in a nested value is finite."""
+def is_finite(values: object) -> bool:
+    """Whether every tensor and every number in a nested value is finite.
+
+    Args:
+        values: tensors and numbers, nested in dicts, lists, tuples and trees.
+
+    Returns:
+        False if one of them holds NaN or infinity.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.core.tree import Tree, is_finite
+        >>> is_finite({"x": Tree(w=torch.ones(2)), "steps": 3})
+        True
+        >>> is_finite([torch.tensor([1.0, float("nan")])])
+        False
+    """
     leaves = pytree.tree_leaves(values)
     if not all(math.isfinite(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
         return False
-    tensors: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            tensors.setdefault(leaf.device, []).append(leaf)
-    # What is not finite makes a sum that is not, found by one look at each device; a sum of finite numbers may be too
-    # large, but seldom is.
+            by_device.setdefault(leaf.device, []).append(leaf)
+    # A NaN or an infinity makes the sum of all entries NaN or infinite, and reading that sum
+    # synchronises with each device once. Finite entries can overflow in the sum, though rarely:
+    # only then is every tensor looked at.
     sums = {
-        device: torch.stack([t.sum().double() for t in found]).sum()
-        for device, found in tensors.items()
+        device: torch.stack([tensor.sum().double() for tensor in tensors]).sum()
+        for device, tensors in by_device.items()
     }
     return all(
-        math.isfinite(total) or all(bool(torch.isfinite(t).all()) for t in tensors[device])
+        math.isfinite(total) or all(bool(torch.isfinite(t).all()) for t in by_device[device])
         for device, total in sums.items()
     )
 
 
-def nbytes(values: Any) -> int:
-    """Bytes of the tensors in a nested value (plain numbers are the envelope, not the letter)."""
+def nbytes(values: object) -> int:
+    """The number of bytes of the tensors in a nested value.
+
+    Args:
+        values: tensors and other values, nested in dicts, lists, tuples and trees.
+
+    Returns:
+        The sum over all tensors; plain numbers and strings count nothing.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.core.tree import Tree, nbytes
+        >>> nbytes({"x": Tree(w=torch.ones(2)), "steps": 3})
+        8
+    """
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))

@@ -1,8 +1,11 @@
-"""How samples are dealt to clients: one array of sample indices a client, disjoint, exhaustive, shuffled.
+"""How samples are partitioned among clients.
 
-Splits of published experiments, each with 100 clients on MNIST's 60,000 training samples: FedNest (Tarzanagh et al.
-2022) uses `iid` with `split(validation=0.5)`, 300/300 a client, and `shards` with `split(validation=0.2)`, 480/120;
-SimFBO (Yang et al. 2023) and ASFBO use 450/150, `split(validation=0.25)`.
+A partition is one array of sample indices per client: disjoint, exhaustive and shuffled.
+
+Published experiments with 100 clients on MNIST's 60,000 training samples use these splits: FedNest
+(Tarzanagh et al. 2022) `iid` with `split(validation=0.5)`, 300/300 per client, and `shards` with
+`split(validation=0.2)`, 480/120; SimFBO (Yang et al. 2023) and ASFBO `split(validation=0.25)`,
+450/150.
 """
 
 from collections.abc import Callable
@@ -21,38 +24,46 @@ Labels = Tensor | NDArray[Any]
 
 
 def iid(labels: Labels, clients: int, seed: int) -> list[Indices]:
-    """Uniformly at random; sizes differ by one at most."""
+    """Partition uniformly at random; sizes differ by at most one."""
     _check_clients(labels, clients)
     return np.array_split(_generator(seed).permutation(len(labels)), clients)
 
 
 def shards(labels: Labels, clients: int, seed: int, per_client: int = 2) -> list[Indices]:
-    """Sorted by label and cut into clients * per_client shards, of which each client is dealt per_client.
+    """Sort by label, cut into shards, and give each client `per_client` of them.
 
-    McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017. Where a class
-    does not fill its last shard, that shard holds the next class too, so a client may see a few labels more.
+    There are clients * per_client shards. If a class does not fill its last shard, that shard also
+    holds samples of the next class, so that a client may see more than `per_client` labels.
+
+    References:
+        McMahan et al., "Communication-efficient learning of deep networks from decentralized
+        data", 2017.
     """
     _check_clients(labels, clients)
     checks.integer("per_client", per_client, least=1, most=len(labels) // clients)
     rng = _generator(seed)
     cut = np.array_split(np.argsort(np.asarray(labels), kind="stable"), clients * per_client)
-    dealt = rng.permutation(len(cut)).reshape(clients, per_client)
-    return [rng.permutation(np.concatenate([cut[shard] for shard in hand])) for hand in dealt]
+    assigned = rng.permutation(len(cut)).reshape(clients, per_client)
+    return [rng.permutation(np.concatenate([cut[shard] for shard in own])) for own in assigned]
 
 
 def dirichlet(labels: Labels, clients: int, seed: int, alpha: float = 0.5) -> list[Indices]:
-    """Client i draws class proportions q_i ~ Dirichlet(alpha); class k is dealt in the ratio of q_1k : q_2k : ...
+    """Draw class proportions q_i ~ Dirichlet(alpha); split class k in the ratio q_1k : q_2k : ...
 
-    Hsu, Qi, Brown, "Measuring the effects of non-identical data distribution for federated visual classification",
-    2019, but exhaustive, so that sizes differ. A client left with fewer than 2 samples takes from the largest.
+    Unlike in the reference, every sample is used, so that sizes differ. A client with fewer than 2
+    samples takes some from the largest client.
+
+    References:
+        Hsu, Qi, Brown, "Measuring the effects of non-identical data distribution for federated
+        visual classification", 2019.
     """
     _check_clients(labels, clients, each=2)
     checks.positive("alpha", alpha)
     rng = _generator(seed)
     classes, y = np.unique(np.asarray(labels), return_inverse=True)
     shape = (clients, len(classes))
-    # A Gamma(alpha) variate is G U^(1/alpha), G ~ Gamma(alpha + 1), U uniform: its logarithm survives a small alpha,
-    # for which all the variates of a class may underflow.
+    # A Gamma(alpha) variate is G U^(1/alpha) with G ~ Gamma(alpha + 1) and U uniform. We use its
+    # logarithm, because for a small alpha all variates of a class may underflow.
     log_gamma = np.log(rng.standard_gamma(alpha + 1, shape)) + np.log1p(-rng.random(shape)) / alpha
     shares = torch.from_numpy(log_gamma).log_softmax(1).softmax(0).numpy()
     pieces: list[list[Indices]] = [[] for _ in range(clients)]
@@ -61,15 +72,18 @@ def dirichlet(labels: Labels, clients: int, seed: int, alpha: float = 0.5) -> li
         cuts = np.rint(share.cumsum()[:-1] * len(members)).astype(np.int64)
         for client, piece in enumerate(np.split(members, cuts)):
             pieces[client].append(piece)
-    held = [rng.permutation(np.concatenate(piece)).tolist() for piece in pieces]
-    for indices in held:
-        while len(indices) < 2:
-            indices.append(max(held, key=len).pop())
-    return [np.array(indices, dtype=np.int64) for indices in held]
+    parts = [rng.permutation(np.concatenate(piece)).tolist() for piece in pieces]
+    for part in parts:
+        while len(part) < 2:
+            part.append(max(parts, key=len).pop())
+    return [np.array(part, dtype=np.int64) for part in parts]
 
 
 def split(indices: Indices, validation: float, seed: int, client: int) -> tuple[Indices, Indices]:
-    """One client's (training, validation) samples, whatever the other clients hold; neither part is empty."""
+    """Split one client's samples into training and validation samples, neither of them empty.
+
+    The result does not depend on the samples of other clients.
+    """
     if not 0 < checks.number("validation", validation) < 1:
         raise ValueError(f"validation is {validation}; it must be above 0 and below 1")
     if len(indices) < 2:
@@ -82,7 +96,7 @@ def split(indices: Indices, validation: float, seed: int, client: int) -> tuple[
 
 
 def by_name(name: str, labels: Labels, clients: int, seed: int, **options: float) -> list[Indices]:
-    """The partition "iid", "shards" (option per_client) or "dirichlet" (option alpha)."""
+    """Partition by "iid", "shards" (option per_client) or "dirichlet" (option alpha)."""
     partitions: dict[str, Callable[..., list[Indices]]] = {
         "iid": iid,
         "shards": shards,
@@ -98,13 +112,13 @@ def by_name(name: str, labels: Labels, clients: int, seed: int, **options: float
 
 
 def _generator(seed: int, *key: int) -> np.random.Generator:
-    return np.random.default_rng(
-        np.random.SeedSequence(checks.integer("seed", seed, least=0), spawn_key=key)
-    )
+    checks.integer("seed", seed, least=0)
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
 def _check_clients(labels: Labels, clients: int, each: int = 1) -> None:
     if checks.integer("clients", clients, least=1) * each > len(labels):
         raise ValueError(
-            f"clients is {clients}; it must be at most {len(labels) // each} for {len(labels)} samples"
+            f"clients is {clients}; it must be at most {len(labels) // each} "
+            f"for {len(labels)} samples"
         )

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Labelled = tuple[Tensor, Tensor]
-Rows = Mapping[
-    str, Iterable[Mapping[str, Any]]
-]  # Hugging Face: split -> rows, images decoded by Pillow
+# A data set of the Hugging Face hub: split -> rows, with images decoded by Pillow.
+Rows = Mapping[str, Iterable[Mapping[str, Any]]]
+Array = NDArray[Any]
 
 CLASSES = {"breast-cancer": 2, "cifar10": 10, "covertype": 7, "digits": 10, "mnist": 10}
 CHARACTERS = ("digits", "omniglot")
@@ -36,19 +36,29 @@ COVERTYPE = "covtype.npz"
 COVERTYPE_MEASURED = 10  # columns; the other 44 are indicators of wilderness areas and soil types
 OMNIGLOT = "omniglot28.npz"
 OMNIGLOT_ZIPS = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python"
-DRAWINGS = 20  # of a character
+DRAWINGS = 20  # per character
 
 
 class Source(NamedTuple):
+    """Where a data set comes from.
+
+    Attributes:
+        folder: the name of its folder.
+        files: the files in that folder.
+        read: reads training and test data from the folder.
+        fetch: downloads the data set.
+        write: writes the downloaded data set as files.
+    """
+
     folder: str
     files: tuple[str, ...]
-    read: Callable[[Path], tuple[Any, Any]]  # (training, test) data
+    read: Callable[[Path], tuple[Any, Any]]
     fetch: Callable[[], Any]
-    write: Callable[[Any, Path], None]  # what was fetched, as files
+    write: Callable[[Any, Path], None]
 
 
 def read_digits() -> tuple[Labelled, Labelled]:
-    """The 1797 digits of 8x8 pixels inside scikit-learn; a fifth of each class, always the same, is for testing."""
+    """Read the 1797 digits of 8x8 pixels in scikit-learn; a fifth of each class is the test set."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -60,7 +70,7 @@ def read_digits() -> tuple[Labelled, Labelled]:
 
 
 def read_breast_cancer() -> tuple[Labelled, Labelled]:
-    """The 569 tumours of 30 measurements inside scikit-learn (Wolberg et al. 1995): 0 malignant, 1 benign."""
+    """Read the 569 tumours in scikit-learn (Wolberg et al. 1995): 0 malignant, 1 benign."""
     from sklearn.datasets import load_breast_cancer
 
     features, labels = load_breast_cancer(return_X_y=True)
@@ -68,14 +78,17 @@ def read_breast_cancer() -> tuple[Labelled, Labelled]:
 
 
 def read_covertype(folder: Path) -> tuple[Labelled, Labelled]:
-    """Covertype (Blackard and Dean 1999) from an npz file with X (N, 54) and y (N,) in 1 to 7, here 0 to 6."""
+    """Read Covertype (Blackard and Dean 1999) from an npz file.
+
+    It holds X (N, 54) and y (N,) with labels 1 to 7, which become 0 to 6.
+    """
     file = folder / COVERTYPE
     X, y = _arrays(file, "X", "y")
     _check(X, y, (54,), file, range(1, CLASSES["covertype"] + 1))
     return _table(X, y.astype(np.int64) - 1, COVERTYPE_MEASURED)
 
 
-def _arrays(file: Path, *names: str) -> list[NDArray[Any]]:
+def _arrays(file: Path, *names: str) -> list[Array]:
     try:
         with np.load(file) as arrays:
             return [arrays[name] for name in names]
@@ -84,26 +97,22 @@ def _arrays(file: Path, *names: str) -> list[NDArray[Any]]:
         raise ValueError(f"{file} must be an npz file with the arrays {wanted}") from error
 
 
-def _table(
-    features: NDArray[Any], labels: NDArray[Any], measured: int
-) -> tuple[Labelled, Labelled]:
-    """Shuffled rows, a fifth of each class for testing; the first `measured` columns are standardised.
+def _table(features: Array, labels: Array, measured: int) -> tuple[Labelled, Labelled]:
+    """Shuffle rows, hold out a fifth of each class, and standardise the first `measured` columns.
 
-    Indicator columns stay 0 or 1: standardised, those of rare soils would be hundreds.
+    Indicator columns stay 0 or 1, because those of rare soils would become hundreds.
     """
     order = np.random.default_rng(np.random.SeedSequence(1)).permutation(len(labels))
-    x, y = (
-        torch.from_numpy(features[order].astype(np.float32)),
-        torch.from_numpy(labels[order]).long(),
-    )
+    x = torch.from_numpy(features[order].astype(np.float32))
+    y = torch.from_numpy(labels[order]).long()
     train, test = _hold_out(labels[order])
     head = x[:, :measured].double()
     x[:, :measured] = ((head - head[train].mean(0)) / head[train].std(0)).float()
     return (x[train], y[train]), (x[test], y[test])
 
 
-def _hold_out(labels: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows for training and, a fifth of each class, for testing: always the same, in the order of the data."""
+def _hold_out(labels: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return training rows and test rows (a fixed fifth of each class), in their original order."""
     rng = np.random.default_rng(np.random.SeedSequence(0))
     shuffled = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
     train = np.concatenate([rows[round(len(rows) / 5) :] for rows in shuffled])
@@ -112,28 +121,28 @@ def _hold_out(labels: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64
 
 
 def read_mnist(folder: Path) -> tuple[Labelled, Labelled]:
-    """MNIST (LeCun et al. 1998) from its four gzipped idx files."""
+    """Read MNIST (LeCun et al. 1998) from its four gzipped idx files."""
     return _read_mnist_split(folder, "train"), _read_mnist_split(folder, "test")
 
 
 def _read_mnist_split(folder: Path, split: str) -> Labelled:
-    images, labels = (
-        read_idx(folder / file, axes) for file, axes in zip(MNIST[split], (3, 1), strict=True)
-    )
-    _check(images, labels, (28, 28), folder / MNIST[split][1], range(CLASSES["mnist"]))
+    image_file, label_file = MNIST[split]
+    images = read_idx(folder / image_file, axes=3)
+    labels = read_idx(folder / label_file, axes=1)
+    _check(images, labels, (28, 28), folder / label_file, range(CLASSES["mnist"]))
     x = torch.from_numpy(images).float().div_(255).sub_(0.1307).div_(0.3081)
     return x.unsqueeze(1), torch.from_numpy(labels).long()
 
 
 def read_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
-    """CIFAR-10 (Krizhevsky 2009) from parquet files with the columns img (an encoded image) and label.
+    """Read CIFAR-10 (Krizhevsky 2009) from parquet files with the columns img (encoded) and label.
 
-    The pixels are those of the files. A download keeps the original ones (PNG); the copy that our own results come from
-    is a lossy JPEG re-encoding, whose accuracies are not strictly comparable with published ones.
+    A download keeps the original pixels (PNG). Our published results used a lossy JPEG re-encoding,
+    so that their accuracies are not strictly comparable with those of other publications.
     """
-    return _read_cifar10_split(folder / CIFAR10["train"]), _read_cifar10_split(
-        folder / CIFAR10["test"]
-    )
+    train = _read_cifar10_split(folder / CIFAR10["train"])
+    test = _read_cifar10_split(folder / CIFAR10["test"])
+    return train, test
 
 
 def _read_cifar10_split(file: Path) -> Labelled:
@@ -146,11 +155,9 @@ def _read_cifar10_split(file: Path) -> Labelled:
         ) from error
     try:
         table = parquet.read_table(file, columns=["img", "label"])
+        encoded = table["img"].to_pylist()
         images = np.stack(
-            [
-                np.asarray(Image.open(io.BytesIO(img)).convert("RGB"))
-                for img in table["img"].to_pylist()
-            ]
+            [np.asarray(Image.open(io.BytesIO(image)).convert("RGB")) for image in encoded]
         )
     except (ArrowException, OSError, TypeError, ValueError) as error:
         raise ValueError(
@@ -158,54 +165,50 @@ def _read_cifar10_split(file: Path) -> Labelled:
         ) from error
     labels = table["label"].to_numpy()
     _check(images, labels, (32, 32, 3), file, range(CLASSES["cifar10"]))
-    mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).reshape(
-        2, 3, 1, 1
-    )
-    x = (
-        torch.from_numpy(images)
-        .permute(0, 3, 1, 2)
-        .contiguous()
-        .float()
-        .div_(255)
-        .sub_(mean)
-        .div_(std)
-    )
+    mean = torch.tensor([0.4914, 0.4822, 0.4465]).reshape(3, 1, 1)
+    std = torch.tensor([0.2470, 0.2435, 0.2616]).reshape(3, 1, 1)
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float()
+    x = x.div_(255).sub_(mean).div_(std)
     return x, torch.from_numpy(labels.astype(np.int64))
 
 
 def read_digit_characters() -> tuple[Tensor, Tensor]:
-    """The digits inside scikit-learn as characters: 3, 4 and 7 in four rotations for testing, the others for training.
+    """Read the digits in scikit-learn as characters for few-shot learning.
 
-    Those in four rotations and their mirror images, each drawn by two hands: 112 characters of 56 kinds, in an order in
-    which any 56 in a row are of different kinds. The hands of a kind share no image. Upside down a 6 is a 9, and a 0 or
-    an 8 is itself: 3, 4 and 7 are the digits that rotations tell apart best.
+    The test characters are 3, 4 and 7 in four rotations. These are the digits that rotations
+    distinguish best: upside down, a 6 is a 9, and a 0 or an 8 is unchanged. The training characters
+    are the other digits in four rotations, and their mirror images, from two disjoint sets of
+    images each: 112 characters of 56 kinds, ordered so that any 56 consecutive ones differ in kind.
     """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     drawings = torch.from_numpy(images / 16).float().reshape(-1, 1, 8, 8)
 
-    def characters(digits: Iterable[int], hands: int, turns: int) -> Tensor:
-        found = []
-        for hand in range(hands):
-            for turn in range(turns):  # by 90 degrees; from the fourth on mirrored
-                first = (4 * hand + turn) % 8 * DRAWINGS
+    def characters(digits: Iterable[int], image_sets: int, turns: int) -> Tensor:
+        stacks = []
+        for image_set in range(image_sets):
+            for turn in range(turns):  # by 90 degrees
+                first = (4 * image_set + turn) % 8 * DRAWINGS
                 for digit in digits:
-                    own = drawings[labels == digit][first : first + DRAWINGS].rot90(turn, (-2, -1))
-                    found.append(own.flip(-1) if turn >= 4 else own)
-        return torch.stack(found)
+                    stack = drawings[labels == digit][first : first + DRAWINGS]
+                    stack = stack.rot90(turn, (-2, -1))
+                    if turn >= 4:
+                        stack = stack.flip(-1)
+                    stacks.append(stack)
+        return torch.stack(stacks)
 
-    return characters((0, 1, 2, 5, 6, 8, 9), hands=2, turns=8), characters(
-        (3, 4, 7), hands=1, turns=4
-    )
+    train = characters((0, 1, 2, 5, 6, 8, 9), image_sets=2, turns=8)
+    test = characters((3, 4, 7), image_sets=1, turns=4)
+    return train, test
 
 
 def read_omniglot(folder: Path) -> tuple[Tensor, Tensor]:
-    """Omniglot (Lake et al. 2015), 28x28 with ink 1 on 0: the 964 characters of the 30 background alphabets and the 659
-    of the 20 evaluation alphabets, sorted by alphabet.
+    """Read Omniglot (Lake et al. 2015), 28x28 pixels, ink 1 on 0, sorted by alphabet.
 
-    From an npz file with images (N, 28, 28), ink 0 on 255; the number of each one's alphabet and character; and which
-    alphabets are the background.
+    The training characters are the 964 of the 30 background alphabets, the test characters the 659
+    of the 20 evaluation alphabets. The npz file holds images (N, 28, 28), ink 0 on 255; the numbers
+    of alphabet and character of each image; and which alphabets are background.
     """
     file = folder / OMNIGLOT
     images, alphabet, character, background = _arrays(
@@ -220,15 +223,17 @@ def read_omniglot(folder: Path) -> tuple[Tensor, Tensor]:
                 f"{file} has {count} drawings of character {number}; there must be {DRAWINGS}"
             )
     order = np.argsort(character, kind="stable")
-    drawings = 1 - torch.from_numpy(images[order]).float().div_(255).reshape(
-        -1, DRAWINGS, 1, 28, 28
-    )
-    seen = torch.from_numpy(background[alphabet[order[::DRAWINGS]]] == 1)
-    return drawings[seen], drawings[~seen]
+    paper = torch.from_numpy(images[order]).float().div_(255)
+    drawings = 1 - paper.reshape(-1, DRAWINGS, 1, 28, 28)
+    is_background = torch.from_numpy(background[alphabet[order[::DRAWINGS]]] == 1)
+    return drawings[is_background], drawings[~is_background]
 
 
 def read_idx(file: Path, axes: int) -> NDArray[np.uint8]:
-    """The array of unsigned bytes in a gzipped idx file: magic 0x0800 + axes, big-endian sizes, then the bytes."""
+    """Read the array of unsigned bytes in a gzipped idx file.
+
+    The format is the magic number 0x0800 + axes, big-endian sizes, then the bytes.
+    """
     try:
         content = gzip.decompress(file.read_bytes())
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -236,11 +241,11 @@ def read_idx(file: Path, axes: int) -> NDArray[np.uint8]:
     magic, *shape = (int.from_bytes(content[4 * i : 4 * i + 4]) for i in range(axes + 1))
     if magic != 0x0800 + axes:
         raise ValueError(
-            f"{file} begins with {magic:#010x}; it must begin with the idx magic number {0x0800 + axes:#010x}"
+            f"{file} begins with {magic:#010x}; "
+            f"it must begin with the idx magic number {0x0800 + axes:#010x}"
         )
-    body = np.frombuffer(
-        bytearray(content[4 * (axes + 1) :]), dtype=np.uint8
-    )  # a bytearray is writable, for torch
+    writable = bytearray(content[4 * (axes + 1) :])  # torch warns about read-only arrays
+    body = np.frombuffer(writable, dtype=np.uint8)
     if len(body) != math.prod(shape):
         raise ValueError(
             f"{file} holds {len(body)} bytes; its sizes {shape} need {math.prod(shape)}"
@@ -249,22 +254,24 @@ def read_idx(file: Path, axes: int) -> NDArray[np.uint8]:
 
 
 def _check(
-    inputs: NDArray[Any], labels: NDArray[Any], shape: tuple[int, ...], file: Path, allowed: range
+    inputs: Array, labels: Array, shape: tuple[int, ...], file: Path, allowed: range
 ) -> None:
     needed = (len(labels), *shape)
     if inputs.shape != needed:
         raise ValueError(
-            f"{file} has {len(labels)} labels, which need inputs of shape {needed}, not {inputs.shape}"
+            f"{file} has {len(labels)} labels, which need inputs of shape {needed}, "
+            f"not {inputs.shape}"
         )
     wrong = np.flatnonzero(~np.isin(labels, allowed))
     if len(wrong):
         raise ValueError(
-            f"{file} has the label {labels[wrong[0]]} at row {wrong[0]}; it must be {allowed[0]} to {allowed[-1]}"
+            f"{file} has the label {labels[wrong[0]]} at row {wrong[0]}; "
+            f"it must be {allowed[0]} to {allowed[-1]}"
         )
 
 
 def download(source: Source, folder: Path) -> None:
-    """Fetch, and put the files that `source.read` reads into `folder`, each of them whole."""
+    """Download a data set and move its files into `folder`, each one only once it is complete."""
     fetched = source.fetch()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
@@ -287,7 +294,7 @@ def _write_mnist(rows: Rows, folder: Path) -> None:
 
 
 def write_idx(file: Path, array: NDArray[np.uint8]) -> None:
-    """The inverse of `read_idx`."""
+    """Write an array of unsigned bytes as a gzipped idx file, the inverse of `read_idx`."""
     header = np.array([0x0800 + array.ndim, *array.shape], dtype=">u4")
     file.write_bytes(gzip.compress(header.tobytes() + array.tobytes()))
 
@@ -301,24 +308,27 @@ def _write_cifar10(rows: Rows, folder: Path) -> None:
         return buffer.getvalue()
 
     for split, file in CIFAR10.items():
-        pairs = [(png(row["img"]), row["label"]) for row in rows[split]]
-        parquet.write_table(
-            table({"img": [img for img, _ in pairs], "label": [y for _, y in pairs]}), folder / file
-        )
+        images = []
+        labels = []
+        for row in rows[split]:
+            images.append(png(row["img"]))
+            labels.append(row["label"])
+        parquet.write_table(table({"img": images, "label": labels}), folder / file)
 
 
-def _fetch_covertype() -> tuple[NDArray[Any], NDArray[Any]]:
+def _fetch_covertype() -> tuple[Array, Array]:
     from sklearn.datasets import fetch_covtype
 
-    with (
-        tempfile.TemporaryDirectory() as unused,
-        warnings.catch_warnings(),
-    ):  # its own cache is larger than our file
-        warnings.simplefilter("ignore", UserWarning)  # that it tries again
-        return fetch_covtype(data_home=unused, return_X_y=True, n_retries=1, delay=0.1)  # type: ignore[no-any-return]
+    # scikit-learn caches a larger file than ours, so its cache is discarded.
+    with tempfile.TemporaryDirectory() as discarded, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # announces a second attempt
+        arrays: tuple[Array, Array] = fetch_covtype(
+            data_home=discarded, return_X_y=True, n_retries=1, delay=0.1
+        )
+        return arrays
 
 
-def _write_covertype(arrays: tuple[NDArray[Any], NDArray[Any]], folder: Path) -> None:
+def _write_covertype(arrays: tuple[Array, Array], folder: Path) -> None:
     X, y = arrays
     np.savez_compressed(folder / COVERTYPE, X=X.astype(np.int16), y=y.astype(np.uint8))
 
@@ -331,12 +341,15 @@ def _fetch_omniglot() -> list[zipfile.ZipFile]:
         try:
             archives.append(zipfile.ZipFile(io.BytesIO(content)))
         except zipfile.BadZipFile as error:
-            raise OSError(f"what came from {answer.url} is not a zip file") from error
+            raise OSError(f"the download from {answer.url} is not a zip file") from error
     return archives
 
 
 def _write_omniglot(archives: list[zipfile.ZipFile], folder: Path) -> None:
-    """Every 105x105 image as the exact area average of 28x28: each pixel repeated 4x4, then means of 15x15."""
+    """Scale every image from 105x105 to 28x28 by exact area averaging, and write the npz file.
+
+    Averaging repeats each pixel 4x4 times, then takes means of 15x15.
+    """
     from PIL import Image
 
     average = np.eye(28).repeat(15, 1) @ np.eye(105).repeat(4, 0) / 15
@@ -344,16 +357,14 @@ def _write_omniglot(archives: list[zipfile.ZipFile], folder: Path) -> None:
     for archive, background in zip(archives, (1, 0), strict=True):
         for path in archive.namelist():
             if path.endswith(".png"):
-                ink = np.asarray(
-                    Image.open(io.BytesIO(archive.read(path))).convert("L"), dtype=float
-                )
-                pixels = np.rint(average @ ink @ average.T).astype(np.uint8)
+                image = Image.open(io.BytesIO(archive.read(path))).convert("L")
+                gray = np.asarray(image, dtype=float)
+                pixels = np.rint(average @ gray @ average.T).astype(np.uint8)
                 drawings.append((*path.split("/")[-3:], background, pixels))
     drawings.sort(key=lambda drawing: drawing[:3])
     names, alphabet = np.unique([drawing[0] for drawing in drawings], return_inverse=True)
-    character = np.unique(
-        [drawing[0] + "/" + drawing[1] for drawing in drawings], return_inverse=True
-    )[1]
+    full_names = [f"{drawing[0]}/{drawing[1]}" for drawing in drawings]
+    _, character = np.unique(full_names, return_inverse=True)
     flags = {drawing[0]: drawing[3] for drawing in drawings}
     np.savez_compressed(
         folder / OMNIGLOT,

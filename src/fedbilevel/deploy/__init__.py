@@ -1,0 +1,1 @@
+"""Federations of real clients: one package per communication framework."""

@@ -1,1 +1,1 @@
-"""Whether a problem is well posed, and which settings suit it."""
+"""Whether a problem is well posed, and which settings suit it: `fb.check`."""

@@ -1,18 +1,18 @@
-"""From what was measured of a problem to verdicts in words and to settings that suit it."""
+"""`Report`: what `fb.check` measured, in words, and the settings that suit the problem."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedbilevel import algorithms
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.core import checks
 from fedbilevel.federation.environment import Environment
 
-ALIKE = 0.01  # relative difference up to which clients count as alike
-DRIFT = 1e-3  # of the hypergradient at the start, that local steps may cost
+ALIKE = 0.01  # the relative difference up to which clients count as alike
+DRIFT = 1e-3  # the share of the initial hypergradient that local steps may cost
 ADVISED = (
     "simfbo",
     "shrofbo",
@@ -25,35 +25,67 @@ ADVISED = (
     "fedmbo",
 )
 
+Settings = dict[str, float | tuple[float, float]]
+
 
 class Measures(NamedTuple):
-    """What `check` measured. `ridge` was added to the lower level for all that follows it."""
+    """The quantities that `fb.check` measures at the initial x.
 
-    mu: float  # the extreme eigenvalues of d2yy G
+    All but `mu`, `L`, `L_client` and `lower_spread` are those of the lower loss with a ridge,
+    G + ridge/2 ||y - y_0||^2, at its approximate minimiser y. Vectors are compared by a relative
+    spread between 0 (all clients have the same) and 1:
+
+        sqrt(sum_i p_i ||v_i - v||^2 / sum_i p_i ||v_i||^2)    with    v = sum_i p_i v_i
+
+    Attributes:
+        mu: the smallest eigenvalue of d2yy G.
+        L: the largest eigenvalue of d2yy G.
+        L_client: the largest eigenvalue of a single client's d2yy g_i.
+        lower_spread: the spread of the clients' grad_y g_i at the initial y.
+        ridge: the ridge that was added.
+        left: ||grad_y G|| at the y of the measurements, relative to the initial y.
+        y_way: the distance from the initial y to the y of the measurements.
+        z_norm: the norm of z* = [d2yy G]^-1 grad_y F.
+        sizes: the number of entries of x and of y.
+        hypergradient_norm: the norm of the hypergradient.
+        curvature: the largest curvature of Phi, or of F - <grad_y G, z> in x if that is larger.
+        lag: the largest value of 2 <dy, dz> / ||u||^2, where y* moves by dy and z* by dz when x
+            moves by u.
+        upper_spread: the spread of the clients' directions d_x.
+        local_cosine: the cosine between the mean of the clients' own hypergradients and the true
+            one; None where they do not exist.
+        local_error: the relative distance between the two; None where they do not exist.
+    """
+
+    mu: float
     L: float
-    L_client: float  # the largest of a single client's
-    lower_spread: float  # how far apart the clients' grad_y g_i are at the start, 0 to 1
+    L_client: float
+    lower_spread: float
     ridge: float
-    left: float  # of ||grad_y G||, where the rest was measured
-    y_way: float  # from the start's y to there
+    left: float
+    y_way: float
     z_norm: float
-    sizes: tuple[int, int]  # how many numbers x and y hold
+    sizes: tuple[int, int]
     hypergradient_norm: float
-    curvature: float  # the largest of Phi, or of d_x with y and z held
-    lag: float  # the largest of u -> 2 <dy, dz>: y* moves by dy and z* by dz when x moves by u
-    upper_spread: float  # as lower_spread, of the clients' d_x
-    local_cosine: (
-        float | None
-    )  # of the mean of local hypergradients with the true one; None where they do not exist
+    curvature: float
+    lag: float
+    upper_spread: float
+    local_cosine: float | None
     local_error: float | None
 
     @property
     def condition(self) -> float:
-        return self.L / self.mu if self.mu > 0 else math.inf
+        """The condition number L / mu of the lower level; infinite unless mu > 0."""
+        if self.mu > 0:
+            return self.L / self.mu
+        return math.inf
 
     @property
     def missing_ridge(self) -> float:
-        """What makes the condition number at most 1,000 where there is no strong convexity, rounded up; else 0."""
+        """The ridge that a lower level needs to be strongly convex; 0 if it is.
+
+        It makes the condition number at most 1,000, and is rounded up to two digits.
+        """
         if self.mu > 1e-6 * self.L:
             return 0.0
         needed = max(0.0, -self.mu) + (abs(self.L) + abs(self.mu)) / 999
@@ -61,9 +93,48 @@ class Measures(NamedTuple):
         return math.ceil(needed / digit) * digit
 
 
+class _StepLimits(NamedTuple):
+    """The largest curvature of the lower level, and what limits the step size of x."""
+
+    L: float
+    by_curvature: float  # what the curvature of Phi allows
+    by_lag: float  # what y and z allow, which follow x
+
+
+class _LocalSteps(NamedTuple):
+    """The numbers of local steps in an environment."""
+
+    fewest: int
+    mean: float
+    most: int
+
+
 @dataclass(frozen=True)
 class Report:
-    """What `fb.check` found: `measured` (None where nothing could be), `warnings`, and the settings they suggest."""
+    """What `fb.check` returns: measurements, warnings and settings that suit the problem.
+
+    `print(report)` shows everything; `report.algorithm()` can be passed to `fb.solve`.
+
+    Args:
+        measured: the measured quantities; None if the losses cannot be used.
+        warnings: what is wrong with the problem, one sentence each; empty if nothing is.
+        rounds: the number of rounds that the settings are meant for.
+        environment: the environment that the settings are meant for.
+        where: on how many clients and at which point the problem was measured.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> report = fb.check(task.problem, task.clients)
+        >>> report.warnings
+        []
+        >>> report.measured.sizes
+        (5, 4)
+        >>> report.recommended
+        'simfbo'
+        >>> report.algorithm("fednest").name
+        'fednest'
+    """
 
     measured: Measures | None
     warnings: list[str]
@@ -73,193 +144,264 @@ class Report:
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
-        """What was measured, its value, and what it means."""
-        if (m := self.measured) is None:
+        """A table of the measurements: the quantity, its value and what that means."""
+        m = self.measured
+        if m is None:
             return []
-        convex = "not strongly convex" if m.missing_ridge else "strongly convex"
-        slow = (
-            "easy"
-            if m.condition < 100
-            else "slow"
-            if m.condition < 1e4
-            else "flat directions move hardly at all"
-        )
-        step = (
-            "limits lr_x"
-            if self._steps()[1] <= self._steps()[2]
-            else "y and z follow x slowly, which limits lr_x more"
-        )
-        if m.local_error is None:
-            local, bias = (
-                "none",
-                "a client's own Hessian is not positive definite, or the hypergradient is zero",
-            )
-        else:
-            local = f"off by {m.local_error:.2%}, cosine {m.local_cosine:.3f}"
-            bias = (
-                "alike"
-                if m.local_error <= ALIKE
-                else "biased: methods that average them solve another problem"
-            )
+        convexity = "strongly convex"
+        if m.missing_ridge:
+            convexity = "not strongly convex"
+        stationary = ""
+        if not m.hypergradient_norm:
+            stationary = "stationary"
+        limits = self._step_limits()
+        limit = "limits lr_x"
+        if limits.by_curvature > limits.by_lag:
+            limit = "y and z follow x slowly, which limits lr_x more"
+        on_one_client = f"{m.L_client:.3g} on a single client"
+        local, bias = _local_verdict(m)
         return [
-            ("mu, smallest curvature of the lower level", f"{m.mu:.3g}", convex),
-            (
-                "L, largest curvature of the lower level",
-                f"{m.L:.3g}",
-                f"{m.L_client:.3g} on a single client",
-            ),
-            ("condition number L / mu", f"{m.condition:.3g}", slow),
+            ("mu, smallest curvature of the lower level", f"{m.mu:.3g}", convexity),
+            ("L, largest curvature of the lower level", f"{m.L:.3g}", on_one_client),
+            ("condition number L / mu", f"{m.condition:.3g}", _condition_verdict(m.condition)),
             ("norm of z* = [d2yy G]^-1 grad_y F", f"{m.z_norm:.3g}", "sets the radius of z"),
-            (
-                "norm of the hypergradient",
-                f"{m.hypergradient_norm:.3g}",
-                "stationary" if not m.hypergradient_norm else "",
-            ),
-            ("curvature of Phi", f"{m.curvature:.3g}", step),
+            ("norm of the hypergradient", f"{m.hypergradient_norm:.3g}", stationary),
+            ("curvature of Phi", f"{m.curvature:.3g}", limit),
             ("clients' lower gradients apart", f"{m.lower_spread:.2%}", _apart(m.lower_spread)),
             ("clients' upper directions apart", f"{m.upper_spread:.2%}", _apart(m.upper_spread)),
             ("mean of local hypergradients", local, bias),
         ]
 
     def __str__(self) -> str:
-        lines = [
-            f"{what}: {value}" + (f" ({verdict})" if verdict else "")
-            for what, value, verdict in self.rows
-        ]
+        lines = [self.where]
+        for quantity, value, verdict in self.rows:
+            line = f"{quantity}: {value}"
+            if verdict:
+                line += f" ({verdict})"
+            lines.append(line)
         lines += [f"warning: {warning}" for warning in self.warnings]
         if self.measured:
             lines.append(f"recommended: {self.algorithm()}, because {self.reason}")
-        return "\n".join([self.where, *lines])
+        return "\n".join(lines)
 
     @property
     def recommended(self) -> str:
-        """The method of fewest rounds that solves the problem itself, whatever the clients' differences."""
-        least, _, most = self._local_steps
-        return "simfbo" if least == most else "shrofbo"
+        """The name of the method with the fewest rounds that solves heterogeneous problems."""
+        steps = self._local_steps()
+        if steps.fewest == steps.most:
+            return "simfbo"
+        return "shrofbo"
 
     @property
     def reason(self) -> str:
-        m = self._measures
-        steps = (
-            ""
-            if self.recommended == "simfbo"
-            else ", and right under unequal numbers of local steps"
-        )
-        one = f"one round an iteration, with the Hessian of all clients together{steps}"
+        """Why `recommended` is recommended.
+
+        Raises:
+            ValueError: nothing was measured.
+        """
+        m = self._measures()
+        reason = "one round per iteration, with the Hessian of all clients together"
+        if self.recommended == "shrofbo":
+            reason += ", and unbiased under unequal numbers of local steps"
         if m.local_error is None:
-            return f"{one}; local hypergradients, which other methods average, do not exist here"
+            return f"{reason}; local hypergradients, which other methods average, do not exist here"
         if m.local_error > ALIKE:
-            return f"{one}; methods that average local hypergradients would be off by {m.local_error:.0%}"
-        return f"{one}; clients are alike: averages of local hypergradients would do as well"
+            return (
+                f"{reason}; methods that average local hypergradients would be off by "
+                f"{m.local_error:.0%}"
+            )
+        return f"{reason}; clients are alike: averages of local hypergradients would do as well"
 
     def algorithm(self, name: str | None = None) -> Algorithm:
-        """The recommended method, or another by name, with the settings that suit the problem."""
+        """A method with the settings that suit the problem.
+
+        Args:
+            name: the name of the method; None stands for the recommended one.
+
+        Returns:
+            The algorithm, ready for `fb.solve`.
+
+        Raises:
+            ValueError: nothing was measured, or there is no advice for this method.
+        """
         return algorithms.get(name or self.recommended)(**self.settings(name))
 
-    def settings(self, name: str | None = None) -> dict[str, Any]:
-        """Step sizes and loop lengths to two digits, for everyone's data at once and the environment's local steps.
+    def settings(self, name: str | None = None) -> Settings:
+        """The step sizes and loop lengths that suit the problem, rounded to two digits.
 
-        With L the larger of the pooled curvature and the clients' own, and T lower rounds an iteration, y and z step by
-        1 / L, and x by   min(1 / (2 curvature), T / (L lag)):   x must not outrun y and z, which follow it.
+        They are meant for gradients on all data of a client and the environment's local steps.
+        With L the larger of the pooled curvature and the clients', and T the lower rounds per
+        iteration, y and z step by 1 / L, and x steps by
+
+            min(1 / (2 curvature), T / (L lag)),
+
+        because x must not outrun y and z, which follow it.
+
+        Args:
+            name: the name of the method; None stands for the recommended one.
+
+        Returns:
+            Settings by name.
+
+        Raises:
+            ValueError: nothing was measured, or there is no advice for this method.
+
+        Example:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> sorted(fb.check(task.problem, task.clients).settings("fedbio"))
+            ['lr_x', 'lr_y', 'lr_z', 'radius']
         """
         name = checks.one_of("name", name or self.recommended, ADVISED)
         if name == "unifbo":
-            return _rounded(self._whitened())
-        return _rounded(
-            self._double_loop(name)
-            if name in ("fednest", "aggitd", "fedmbo")
-            else self._single_loop(name)
-        )
-
-    def _steps(self) -> tuple[float, float, float]:
-        """L, the step of x that the curvature of Phi allows, and the one that the lag of y and z allows."""
-        m = self._measures
-        L = max(m.L, m.L_client, m.ridge)
-        return (
-            L,
-            0.5 / m.curvature if m.curvature else 1 / L,
-            1 / (L * m.lag) if m.lag else math.inf,
-        )
-
-    def _single_loop(self, name: str) -> dict[str, Any]:
-        """A round's local steps together make one step of x, y and z.
-
-        Where clients differ, local steps are short: as far as they drift apart, the method ends off.
-        """
-        m, (L, calm, close), (_, mean, most) = self._measures, self._steps(), self._local_steps
-        lr = {"x": min(calm, close), "y": 1 / L, "z": 1 / L}
-        spread = max(m.lower_spread, m.upper_spread)
-        local = min(1.0, DRIFT / (most * spread)) if most > 1 and spread else 1.0
-        server = {v: max(local, 1 / mean) * step for v, step in lr.items()}
-        settings: dict[str, Any] = {f"lr_{v}": local * step for v, step in lr.items()}
-        if name == "fedbio":
-            settings = {f"lr_{v}": step for v, step in server.items()}
+            settings = self._whitened()
+        elif name in ("fednest", "aggitd", "fedmbo"):
+            settings = self._double_loop(name)
         else:
-            settings |= {f"server_lr_{v}": step for v, step in server.items()} | self._damping
+            settings = self._single_loop(name)
+        return {key: _rounded(value) for key, value in settings.items()}
+
+    def _single_loop(self, name: str) -> Settings:
+        """Settings of methods that move x, y and z together, once per round.
+
+        The local steps of a round add up to one step of x, y and z. Where clients differ, local
+        steps are short, because the drift of the clients biases the solution.
+        """
+        m = self._measures()
+        limits = self._step_limits()
+        steps = self._local_steps()
+        step = 1 / limits.L
+        lr = {"x": min(limits.by_curvature, limits.by_lag), "y": step, "z": step}
+        spread = max(m.lower_spread, m.upper_spread)
+        local = 1.0
+        if steps.most > 1 and spread:
+            local = min(1.0, DRIFT / (steps.most * spread))
+        server_lr = {v: max(local, 1 / steps.mean) * lr_v for v, lr_v in lr.items()}
+        settings: Settings = {}
+        if name == "fedbio":
+            settings |= {f"lr_{v}": lr_v for v, lr_v in server_lr.items()}
+        else:
+            settings |= {f"lr_{v}": local * lr_v for v, lr_v in lr.items()}
+            settings |= {f"server_lr_{v}": lr_v for v, lr_v in server_lr.items()}
+            settings |= self._damping()
         if name in ("asfbo", "la-asfbo"):
-            settings |= {f"server_lr_{v}_bounds": (step / 10, step) for v, step in server.items()}
-        return {**settings, "radius": 10 * m.z_norm or 1.0}
+            for v, lr_v in server_lr.items():
+                settings[f"server_lr_{v}_bounds"] = (lr_v / 10, lr_v)
+        settings["radius"] = 10 * m.z_norm or 1.0
+        return settings
 
-    def _whitened(self) -> dict[str, Any]:
-        """Steps that adapt to the size of the directions are as long as the way to go, in root mean square.
+    def _whitened(self) -> Settings:
+        """Settings of a method whose steps adapt to the size of the directions.
 
-        To y* and z* it is known; that of x is what a gradient step would go.
+        A step is as long as the distance to travel, in root mean square over the entries. The
+        distances to y* and z* are measured; that of x is the length of a gradient step.
         """
-        m, (_, calm, close) = self._measures, self._steps()
-        ways = {"x": m.hypergradient_norm * min(calm, close), "y": m.y_way, "z": m.z_norm}
-        lr = {f"lr_{v}": (way or 1.0) / math.sqrt(m.sizes[v != "x"]) for v, way in ways.items()}
-        return {**lr, **self._damping, "radius": 10 * m.z_norm or 1.0}
-
-    @property
-    def _damping(self) -> dict[str, float]:
-        return {"damping": ridge} if (ridge := self._measures.missing_ridge) else {}
-
-    def _double_loop(self, name: str) -> dict[str, Any]:
-        """As many lower rounds as make the lag harmless, and a Neumann sum of kappa ln(10^4) terms, within the budget.
-
-        Where its length is drawn at random, 3 kappa terms and a tenth of the step: these end in a neighbourhood.
-        """
-        m, (L, calm, close), (_, _, tau) = self._measures, self._steps(), self._local_steps
-        kappa, most = (L + m.ridge) / (m.mu + m.ridge), max(1, self.rounds // 10)
-        drawn = name != "fednest"
-        terms = min(math.ceil(kappa * (3 if drawn else math.log(1e4))), most)
-        inner = min(math.ceil(max(1.0, calm / close)), most)
-        loops = (
-            {"inner_rounds": max(inner, terms)}
-            if name == "aggitd"
-            else {"neumann_steps": terms, "inner_rounds": inner}
-        )
-        lr = {
-            "lr_x": (0.1 if drawn else 1.0) * min(calm, loops["inner_rounds"] * close),
-            "lr_y": 1 / L,
+        m = self._measures()
+        limits = self._step_limits()
+        distance_x = m.hypergradient_norm * min(limits.by_curvature, limits.by_lag)
+        size_x, size_y = m.sizes
+        settings: Settings = {
+            "lr_x": (distance_x or 1.0) / math.sqrt(size_x),
+            "lr_y": (m.y_way or 1.0) / math.sqrt(size_y),
+            "lr_z": (m.z_norm or 1.0) / math.sqrt(size_y),
         }
-        if name != "fedmbo":
-            lr = {step: value / tau for step, value in lr.items()}
-            loops |= {"lower_steps": tau, "upper_steps": tau}
-        return {**lr, "neumann_lr": 1 / L, **loops}
+        settings |= self._damping()
+        settings["radius"] = 10 * m.z_norm or 1.0
+        return settings
 
-    @property
+    def _double_loop(self, name: str) -> Settings:
+        """Settings of methods with several lower rounds and a Neumann series per iteration.
+
+        There are as many lower rounds as make the lag of y and z harmless, and kappa ln(10^4)
+        terms of the series, within a tenth of all rounds. Where the length of the series is drawn
+        at random, there are 3 kappa terms and x takes a tenth of its step: such methods converge
+        to a neighbourhood.
+        """
+        m = self._measures()
+        limits = self._step_limits()
+        kappa = (limits.L + m.ridge) / (m.mu + m.ridge)
+        terms_per_kappa = 3.0
+        scale = 0.1
+        if name == "fednest":
+            terms_per_kappa = math.log(1e4)
+            scale = 1.0
+        most = max(1, self.rounds // 10)
+        terms = min(math.ceil(kappa * terms_per_kappa), most)
+        inner = min(math.ceil(max(1.0, limits.by_curvature / limits.by_lag)), most)
+        loops = {"neumann_steps": terms, "inner_rounds": inner}
+        if name == "aggitd":
+            loops = {"inner_rounds": max(inner, terms)}
+        lr_x = scale * min(limits.by_curvature, loops["inner_rounds"] * limits.by_lag)
+        lr_y = 1 / limits.L
+        if name != "fedmbo":
+            tau = self._local_steps().most
+            lr_x = lr_x / tau
+            lr_y = lr_y / tau
+            loops |= {"lower_steps": tau, "upper_steps": tau}
+        return {"lr_x": lr_x, "lr_y": lr_y, "neumann_lr": 1 / limits.L, **loops}
+
+    def _damping(self) -> Settings:
+        """The damping of z that stands in for strong convexity, where it is missing."""
+        ridge = self._measures().missing_ridge
+        if ridge:
+            return {"damping": ridge}
+        return {}
+
     def _measures(self) -> Measures:
         if self.measured is None:
             raise ValueError(f"there are no settings for this problem: {self.warnings[-1]}")
         return self.measured
 
-    @property
-    def _local_steps(self) -> tuple[int, float, int]:
-        """The fewest, the mean and the most."""
+    def _step_limits(self) -> _StepLimits:
+        m = self._measures()
+        L = max(m.L, m.L_client, m.ridge)
+        by_curvature = 1 / L
+        if m.curvature:
+            by_curvature = 0.5 / m.curvature
+        by_lag = math.inf
+        if m.lag:
+            by_lag = 1 / (L * m.lag)
+        return _StepLimits(L, by_curvature, by_lag)
+
+    def _local_steps(self) -> _LocalSteps:
         steps = self.environment.local_steps
-        each = [steps] if isinstance(steps, int) else steps
-        return min(each), sum(each) / len(each), max(each)
+        if isinstance(steps, int):
+            return _LocalSteps(steps, steps, steps)
+        return _LocalSteps(min(steps), sum(steps) / len(steps), max(steps))
+
+
+def _condition_verdict(condition: float) -> str:
+    if condition < 100:
+        return "easy"
+    if condition < 1e4:
+        return "slow"
+    return "flat directions hardly move"
+
+
+def _local_verdict(m: Measures) -> tuple[str, str]:
+    """Value and verdict of the mean of the clients' own hypergradients."""
+    if m.local_error is None:
+        missing = "a client's own Hessian is not positive definite, or the hypergradient is zero"
+        return "none", missing
+    value = f"off by {m.local_error:.2%}, cosine {m.local_cosine:.3f}"
+    if m.local_error <= ALIKE:
+        return value, "alike"
+    return value, "biased: methods that average them solve another problem"
 
 
 def _apart(spread: float) -> str:
-    return "alike" if spread <= ALIKE else "different" if spread < 0.5 else "very different"
+    if spread <= ALIKE:
+        return "alike"
+    if spread < 0.5:
+        return "different"
+    return "very different"
 
 
-def _rounded(settings: dict[str, Any]) -> dict[str, Any]:
-    def two(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(two, value))
-        return float(f"{value:.2g}") if isinstance(value, float) else value
-
-    return {key: two(value) for key, value in settings.items()}
+def _rounded(value: float | tuple[float, float]) -> float | tuple[float, float]:
+    """Round to two digits; counts stay as they are."""
+    if isinstance(value, tuple):
+        low, high = value
+        return float(f"{low:.2g}"), float(f"{high:.2g}")
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.2g}")

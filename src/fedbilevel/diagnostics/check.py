@@ -1,10 +1,12 @@
-"""`check`: is a bilevel problem well posed, and how should it be run? Measured with products alone, on a sample."""
+"""`check`: whether a bilevel problem is well posed, and how it should be run.
+
+Everything is measured with gradients and Hessian products, on a sample of the clients' data.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,48 +23,102 @@ from fedbilevel.core.tree import Tree, dot, flatten, norm, zeros_like
 from fedbilevel.diagnostics import soundness
 from fedbilevel.diagnostics.advice import Measures, Report
 from fedbilevel.diagnostics.soundness import random_unit
-from fedbilevel.execution.lift import lifted, single, stacked
 from fedbilevel.execution.losses import Losses
+from fedbilevel.execution.vectorize import apply_to_one, apply_vmap, vectorized
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.task import on_client
 
-CLIENTS, SAMPLES = 20, 2048  # at most so many are read
-NUMBERS = 2**26  # that vectors kept at the same time may hold
-POOLED = Batch()  # a sample has its own data
+MAX_CLIENTS = 20
+MAX_SAMPLES = 2048  # per level, over all clients
+MAX_ENTRIES = 2**26  # of all vectors that are held at the same time
+POOLED = Batch()  # stands for the data of a `PooledSample`, which holds its own
 
 
-class Sample(Oracle):
-    """The oracle of the pooled problem on some of its data: F, and G + ridge/2 ||y - y_0||^2 with y_0 the start."""
+class ClientStack(NamedTuple):
+    """Some clients whose batches have equal shapes.
+
+    Attributes:
+        weights: the weights p_i of the clients.
+        batch: their batches, stacked along a leading axis.
+        vectorize: turns a function of one client into a function of the stack.
+    """
+
+    weights: Tensor
+    batch: Batch
+    vectorize: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class PooledSample(Oracle):
+    """The oracle of the pooled problem, on a sample of its data and with a ridge.
+
+    Its losses are F and G + ridge/2 ||y - y_0||^2, where y_0 is the problem's initial y.
+
+    Args:
+        problem: the problem.
+        losses: the sample of clients and of their data.
+
+    Attributes:
+        client: the oracle of one client.
+        groups: weights and stacked batches of the clients that are evaluated together.
+        ridge: the ridge, at first 0.
+    """
 
     def __init__(self, problem: Problem, losses: Losses) -> None:
         super().__init__(problem)
-        self.client, self.groups, self.ridge = losses.oracle, losses.groups, 0.0
+        self.client = losses.oracle
+        self.groups = losses.groups
+        self.ridge = 0.0
 
     def upper(self, x: Tree, y: Tree, batch: AnyBatch = POOLED) -> Tensor:
-        return self._mean(lambda b: self.client.upper(x, y, b))
+        """The global upper loss F(x, y); `batch` is ignored."""
+        return self._mean(lambda client_batch: self.client.upper(x, y, client_batch))
 
     def lower(self, x: Tree, y: Tree, batch: AnyBatch = POOLED) -> Tensor:
-        way = y - self.problem.start[1]
-        return self._mean(lambda b: self.client.lower(x, y, b)) + 0.5 * self.ridge * dot(way, way)
+        """The global lower loss with a ridge; `batch` is ignored."""
+        mean = self._mean(lambda client_batch: self.client.lower(x, y, client_batch))
+        offset = y - self.problem.start[1]
+        return mean + 0.5 * self.ridge * dot(offset, offset)
 
     def _mean(self, loss: Callable[[Batch], Tensor]) -> Tensor:
-        return torch.stack(
-            [(p * lift(loss)(batch)).sum() for p, batch, lift in self.stacks()]
-        ).sum()
+        """The weighted mean of the clients' losses."""
+        sums = []
+        for stack in self.stacks():
+            values = stack.vectorize(loss)(stack.batch)
+            sums.append((stack.weights * values).sum())
+        return torch.stack(sums).sum()
 
-    def stacks(self, held: int = 1) -> Iterator[tuple[Tensor, Batch, Callable[..., Any]]]:
-        """Weights and batches of a stack of clients that hold `held` numbers each, and what lifts a function to it."""
-        count = max(1, NUMBERS // held)
+    def stacks(self, entries: int = 1) -> Iterator[ClientStack]:
+        """The clients in stacks that fit into memory.
+
+        Args:
+            entries: how many entries of vectors will be held per client.
+
+        Yields:
+            Stacks whose clients hold at most `MAX_ENTRIES` together, or a single client.
+        """
+        count = max(1, MAX_ENTRIES // entries)
+        like = next(iter(self.problem.y.values()))
         for weights, batch in self.groups:
-            for part in (slice(first, first + count) for first in range(0, len(weights), count)):
-                p = torch.tensor(weights[part]).to(next(iter(self.problem.y.values())))
-                lift = functools.partial(lifted, single if len(p) == 1 else stacked)
-                yield p, pytree.tree_map(lambda t, part=part: t[part], batch), lift
+            for first in range(0, len(weights), count):
+                yield _stack(weights, batch, slice(first, first + count), like)
 
     def hessian(self, x: Tree, y: Tree) -> tuple[Tree, MatVec]:
-        """grad_y G, and products with d2yy G that share its graph."""
-        slope, back = vjp(lambda y: grad(self.lower, argnums=1)(x, y), y)  # type: ignore[misc]
-        return slope, lambda v: back(v)[0]
+        """grad_y G, and the product v -> d2yy G v, which shares the graph of the gradient."""
+        g_y, pullback = vjp(lambda y: grad(self.lower, argnums=1)(x, y), y)  # type: ignore[misc]
+        return g_y, lambda v: pullback(v)[0]
+
+
+def _stack(weights: list[float], batch: Batch, part: slice, like: Tensor) -> ClientStack:
+    """Some clients of a group; `like` gives dtype and device of their weights."""
+    p = torch.tensor(weights[part]).to(like)
+    apply = apply_vmap
+    if len(p) == 1:
+        apply = apply_to_one
+    return ClientStack(
+        p,
+        pytree.tree_map(lambda tensor: tensor[part], batch),
+        lambda fn: vectorized(fn, apply),
+    )
 
 
 def check(
@@ -75,187 +131,315 @@ def check(
     seed: int = 0,
     mode: Literal["stack", "loop"] = "stack",
 ) -> Report:
-    """Is the problem well posed, and which settings suit a run of so many rounds?
+    """Measure a problem before a run: is it well posed, and which settings suit it?
 
-    Curvatures and hypergradients are those of G + ridge/2 ||y - y_0||^2 at the start's x, with ridge = L / rounds: of
-    what is flatter, a run of so many gradient steps sees nothing. At most 20 clients and about 2,048 samples a level
-    are read, one by one with mode="loop". What is wrong with the problem is told in the report's `warnings`, not
-    raised.
+    Curvatures and hypergradients are measured at the initial x, for the lower loss
+    G + ridge/2 ||y - y_0||^2 with ridge = L / rounds: a run of that many gradient steps cannot see
+    anything flatter. At most 20 clients and about 2,048 samples per level are read.
+
+    Defects of the problem, such as a wrong derivative or a lower level that is not strongly
+    convex, become warnings of the report; they are not raised.
+
+    Args:
+        problem: a problem with a shared lower level.
+        clients: the data of all clients.
+        environment: the environment of the run; settings allow for its local steps.
+        rounds: the number of rounds of the run.
+        weights: the weights p_i: "uniform", "samples" or one number per client.
+        seed: determines which clients and samples are read.
+        mode: "stack" evaluates clients with batches of equal shape together, "loop" one by one,
+            which needs less memory.
+
+    Returns:
+        A report with the measurements, the warnings, a recommended method and settings for it and
+        for others.
+
+    Raises:
+        ValueError: an argument is not allowed, or a loss is not finite at the start or draws from
+            PyTorch's global generator.
+        TypeError: a loss does not return a 0-d floating tensor.
+        ClientError: a loss fails on the data of a client; the message names the client.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> report = fb.check(task.problem, task.clients)
+        >>> report.warnings
+        []
+        >>> report.measured.condition < 10
+        True
+        >>> result = fb.solve(task.problem, task.clients, report.algorithm(), rounds=5)
     """
     checks.integer("rounds", rounds, least=1)
     checks.integer("seed", seed, least=0)
     if len(clients) == 0:
         raise ValueError("clients is empty; a federation needs at least one")
     if problem.lower_level == "private":
-        raise ValueError(
-            "check solves one lower level for all; this problem's is private, one an episode"
-        )
+        raise ValueError("check needs lower_level='shared'; this problem's is 'private'")
     environment = environment or Environment()
     environment.check(len(clients))
     device = str(next(iter(problem.x.values())).device)
     with on_client(0, "before round 1"):
         problem.check(clients[0], device)
-    p = client_weights(weights, clients)
-    stack = checks.one_of("mode", mode, ("stack", "loop")) == "stack"
-    read = {"clients": CLIENTS, "samples": SAMPLES}
-    losses = Losses(problem, clients, p, environment, seed=seed, device=device, stack=stack, **read)
-    return _diagnose(Sample(problem, losses), len(clients), environment, rounds)
-
-
-def _diagnose(sample: Sample, clients: int, environment: Environment, rounds: int) -> Report:
-    x, y = sample.problem.start
-    warnings = soundness.batch_norms(
-        sample.client, x, y, pytree.tree_map(lambda t: t[0], sample.groups[0][1])
+    losses = Losses(
+        problem,
+        clients,
+        client_weights(weights, clients),
+        environment,
+        seed=seed,
+        device=device,
+        stack=checks.one_of("mode", mode, ("stack", "loop")) == "stack",
+        clients=MAX_CLIENTS,
+        samples=MAX_SAMPLES,
     )
-    beside = y + 0.1 * (1 + float(norm(y))) * random_unit(
-        y
-    )  # at the start, derivatives may vanish by accident
-    wrong = soundness.wrong_derivatives(sample, x, beside, POOLED)
+    return _diagnose(PooledSample(problem, losses), len(clients), environment, rounds)
+
+
+def _diagnose(sample: PooledSample, clients: int, environment: Environment, rounds: int) -> Report:
+    """Look for defects, measure what can be measured, and report both."""
+    x, y = sample.problem.start
+    one_client = pytree.tree_map(lambda tensor: tensor[0], sample.groups[0][1])
+    warnings = soundness.batch_norm_warnings(sample.client, x, y, one_client)
+    # Derivatives may vanish by accident at the start, so they are compared at another y.
+    nearby = y + 0.1 * (1 + float(norm(y))) * random_unit(y)
     measured = None
-    if not wrong:
-        wrong, usable = soundness.missing_links(sample, x, beside, POOLED)
-        for _ in range(8 if usable else 0):
-            try:
-                measured = _measure(sample, x, y, rounds)
-                break
-            except ValueError:  # CG met negative curvature
-                sample.ridge = 4 * sample.ridge or 1 / rounds
-        else:
-            wrong += (
-                [f"the lower level could not be solved, even with a ridge of {sample.ridge:.2g}"]
-                if usable
-                else []
+    defects = soundness.derivative_warnings(sample, x, nearby, POOLED)
+    if not defects:
+        defects, solvable = soundness.dependence_warnings(sample, x, nearby, POOLED)
+        if solvable:
+            measured = _measure_with_ridge(sample, x, y, rounds)
+        if solvable and measured is None:
+            defects.append(
+                f"the lower level could not be solved, even with a ridge of {sample.ridge:.2g}"
             )
     where = f"measured on {sum(len(p) for p, _ in sample.groups)} of {clients} clients"
     if measured:
         where += (
-            f", at the start's x and a y where ||grad_y G|| is {measured.left:.0e} of the start's"
+            f", at the initial x and a y where ||grad_y G|| is {measured.left:.0e} "
+            "of its initial value"
         )
-        if ridge := measured.missing_ridge:
-            wrong.append(
-                f"the lower level is not strongly convex in y (its smallest curvature is {measured.mu:.2g}): "
-                f"add a ridge of at least {ridge:.2g}"
+        ridge = measured.missing_ridge
+        if ridge:
+            defects.append(
+                "the lower level is not strongly convex in y (its smallest curvature is "
+                f"{measured.mu:.2g}): add a ridge of at least {ridge:.2g}"
             )
-    return Report(measured, [*warnings, *wrong], rounds, environment, where)
+    return Report(measured, [*warnings, *defects], rounds, environment, where)
 
 
-def _measure(sample: Sample, x: Tree, start: Tree, rounds: int) -> Measures:
+def _measure_with_ridge(sample: PooledSample, x: Tree, y: Tree, rounds: int) -> Measures | None:
+    """Measure, with a larger ridge where the curvature turns out to be negative."""
+    for _ in range(8):
+        try:
+            return _measure(sample, x, y, rounds)
+        except ValueError:  # CG met negative curvature
+            sample.ridge = 4 * sample.ridge or 1 / rounds
+    return None
+
+
+def _measure(sample: PooledSample, x: Tree, start: Tree, rounds: int) -> Measures:
+    """Measure at x and at the y to which Newton's method leads from `start`.
+
+    Raises:
+        ValueError: the lower level has negative curvature, despite the ridge.
+    """
     accuracy = torch.finfo(flatten(start).dtype).eps ** 0.5
-    y, steps, random = start, max(2, min(60, NUMBERS // start.numel)), random_unit(start)
-    first = extreme_eigenvalues(sample.hessian(x, y)[1], random, steps)
-    sample.ridge = max(sample.ridge, first.largest / rounds, -2 * first.smallest)
-    y, left = _settle(sample, x, y, accuracy)
-    hessian = sample.hessian(x, y)[1]
-    found = extreme_eigenvalues(hessian, random, steps)
-    if not found.smallest > 0:
-        raise ValueError(f"the lower level has curvature {found.smallest - sample.ridge:.3g}")
+    lanczos_steps = max(2, min(60, MAX_ENTRIES // start.numel))
+    random = random_unit(start)
+    _, hessian = sample.hessian(x, start)
+    initial = extreme_eigenvalues(hessian, random, lanczos_steps)
+    sample.ridge = max(sample.ridge, initial.largest / rounds, -2 * initial.smallest)
+    y, left = _approximate_minimiser(sample, x, start, accuracy)
+    _, hessian = sample.hessian(x, y)
+    spectrum = extreme_eigenvalues(hessian, random, lanczos_steps)
+    if not spectrum.smallest > 0:
+        raise ValueError(f"the lower level has curvature {spectrum.smallest - sample.ridge:.3g}")
 
     def solve(b: Tree) -> Tree:
         return CG(tolerance=accuracy, steps=500)(hessian, b).value
 
     def lagrangian(x: Tree, y: Tree, z: Tree) -> Tensor:
-        """F - <grad_y G, z>: its gradient is (d_x, -d_z, -d_y)."""
+        """F - <grad_y G, z>; its gradient in (x, y, z) is (d_x, -d_z, -d_y)."""
         return sample.upper(x, y) - dot(grad(sample.lower, argnums=1)(x, y), z)
 
     z = solve(sample.upper_gradient_y(x, y, POOLED))
     (h, *_), product = vjp(grad(lagrangian, argnums=(0, 1, 2)), x, y, z)  # type: ignore[misc]
-    still, direct, moves = zeros_like(y), [0.0], []
+    zero = zeros_like(y)
+    frozen_curvatures = [0.0]
+    moves: list[tuple[Tree, Tree]] = []
 
-    def curvature(u: Tree) -> Tree:
+    def curvature_product(u: Tree) -> Tree:
         """d2Phi u: as x moves by u, y* moves by dy and z* by dz."""
-        frozen, _, force = product((u, still, still))
+        with_frozen_yz, _, force = product((u, zero, zero))
         dy = solve(force)
-        followed, push, _ = product((u, dy, still))
+        with_frozen_z, push, _ = product((u, dy, zero))
         dz = solve(push)
-        direct.append(float(norm(frozen)))
+        frozen_curvatures.append(float(norm(with_frozen_yz)))
         moves.append((dy, dz))
-        return followed - sample.cross_product(x, y, dz, POOLED)  # type: ignore[no-any-return]
+        curvature: Tree = with_frozen_z - sample.cross_product(x, y, dz, POOLED)
+        return curvature
 
-    phi = extreme_eigenvalues(curvature, h if float(norm(h)) else random_unit(x), 5)
-    lags = torch.stack([torch.stack([dot(a, d) + dot(b, c) for c, d in moves]) for a, b in moves])
+    first = h
+    if not float(norm(h)):
+        first = random_unit(x)
+    phi = extreme_eigenvalues(curvature_product, first, 5)
+    differences = _ClientDifferences(sample, x, y, z, h, accuracy)
+    for stack in sample.stacks(entries=2 * x.numel + 30 * y.numel):
+        differences.add(stack, start)
     return Measures(
-        mu=found.smallest - sample.ridge,
-        L=max(found.largest - sample.ridge, first.largest),
+        mu=spectrum.smallest - sample.ridge,
+        L=max(spectrum.largest - sample.ridge, initial.largest),
+        L_client=differences.L,
+        lower_spread=differences.lower.spread,
         ridge=sample.ridge,
         left=left,
         y_way=float(norm(y - start)),
         z_norm=float(norm(z)),
         sizes=(x.numel, y.numel),
         hypergradient_norm=float(norm(h)),
-        curvature=max(abs(phi.smallest), abs(phi.largest), *direct),
-        lag=max(0.0, float(torch.linalg.eigvalsh(lags)[-1])),
-        **_compare_clients(sample, x, start, y, z, h, accuracy),
+        curvature=max(abs(phi.smallest), abs(phi.largest), *frozen_curvatures),
+        lag=_largest_lag(moves),
+        upper_spread=differences.upper.spread,
+        local_cosine=differences.local_cosine,
+        local_error=differences.local_error,
     )
 
 
-def _settle(sample: Sample, x: Tree, y: Tree, accuracy: float) -> tuple[Tree, float]:
-    """Newton steps towards the minimiser in y while the Hessian allows, and what is left of the gradient."""
+def _approximate_minimiser(
+    sample: PooledSample, x: Tree, y: Tree, accuracy: float
+) -> tuple[Tree, float]:
+    """Newton steps on the lower level while the Hessian allows them.
+
+    Returns:
+        The last y, and the gradient's norm there relative to the first one.
+    """
     first = 0.0
     for _ in range(20):
-        slope, hessian = sample.hessian(x, y)
-        size = float(norm(slope))
+        g_y, hessian = sample.hessian(x, y)
+        size = float(norm(g_y))
         first = first or size
         if size <= accuracy * first:
             break
         try:
-            step = CG(tolerance=1e-2, steps=200)(hessian, slope).value
-        except ValueError:  # negative curvature: the caller adds to the ridge
+            step = CG(tolerance=1e-2, steps=200)(hessian, g_y).value
+        except ValueError:  # negative curvature: the caller increases the ridge
             break
-        length = line_search(sample.lower, x, y, slope, step)
-        if not length:
+        fraction = line_search(sample.lower, x, y, g_y, step)
+        if not fraction:
             break
-        y = y - length * step
-    return y, size / first if first else 0.0
+        y = y - fraction * step
+    if not first:
+        return y, 0.0
+    return y, size / first
 
 
-class _Spread:
-    """How far the clients' vectors v_i are apart: sqrt(sum p_i ||v_i - v||^2 / sum p_i ||v_i||^2), v their mean."""
+def _largest_lag(moves: list[tuple[Tree, Tree]]) -> float:
+    """The largest value of 2 <dy, dz> over unit vectors u, from the moves of an orthonormal basis.
+
+    Args:
+        moves: dy and dz for each vector of the basis, in which both are linear.
+    """
+    rows = []
+    for dy_i, dz_i in moves:
+        row = [dot(dy_i, dz_j) + dot(dz_i, dy_j) for dy_j, dz_j in moves]
+        rows.append(torch.stack(row))
+    return max(0.0, float(torch.linalg.eigvalsh(torch.stack(rows))[-1]))
+
+
+class _WeightedMean:
+    """The mean of the clients' vectors v_i, and how far they are spread around it."""
 
     def __init__(self, like: Tree) -> None:
-        self.mean, self.square = zeros_like(like), 0.0
+        self.mean = zeros_like(like)
+        self.mean_square = 0.0
 
     def add(self, p: Tensor, stack: Tree) -> None:
-        self.mean = self.mean + stack.map(lambda t: torch.tensordot(p, t, 1))
-        self.square += float(
-            (p * sum((t**2).reshape(len(p), -1).sum(1) for t in stack.values())).sum()
-        )
+        """Add the vectors of a stack of clients with weights p."""
+        self.mean = self.mean + stack.map(lambda tensor: torch.tensordot(p, tensor, 1))
+        squares = sum((tensor**2).reshape(len(p), -1).sum(1) for tensor in stack.values())
+        self.mean_square += float((p * squares).sum())
 
     @property
-    def value(self) -> float:
-        return (
-            max(0.0, 1 - float(norm(self.mean)) ** 2 / self.square) ** 0.5 if self.square else 0.0
-        )
+    def spread(self) -> float:
+        """sqrt(sum_i p_i ||v_i - v||^2 / sum_i p_i ||v_i||^2), with v the mean."""
+        if not self.mean_square:
+            return 0.0
+        variance = 1 - float(norm(self.mean)) ** 2 / self.mean_square
+        spread: float = max(0.0, variance) ** 0.5
+        return spread
 
 
-def _compare_clients(
-    sample: Sample, x: Tree, start: Tree, y: Tree, z: Tree, h: Tree, accuracy: float
-) -> dict[str, Any]:
-    """How the clients differ, and what the mean of their own hypergradients, each with its own Hessian, is worth."""
-    client, L, exists = sample.client, 0.0, float(norm(h)) > 0
-    lower, upper, local = _Spread(y), _Spread(x), _Spread(x)
-    for p, batch, lift in sample.stacks(held=2 * x.numel + 30 * y.numel):
-        slopes = lift(lambda y, b: client.lower_gradient_y(x, y, b))
-        everyone = y.map(lambda t, p=p: t.expand(len(p), *t.shape))
-        _, back = vjp(lambda ys, slopes=slopes, batch=batch: slopes(ys, batch), everyone)  # type: ignore[misc]
+class _ClientDifferences:
+    """How the clients differ, and how good the mean of their own hypergradients is.
 
-        def hessians(vs: Tree, back: Any = back) -> Tree:
-            """Block diagonal, so that one solver serves all clients."""
-            return back(vs)[0] + sample.ridge * vs  # type: ignore[no-any-return]
+    A client's own hypergradient is taken with its own Hessian, at the common y.
 
-        f_y = lift(lambda b: client.upper_gradient_y(x, y, b))(batch)
-        L = max(L, extreme_eigenvalues(hessians, random_unit(f_y), 20).largest - sample.ridge)
-        lower.add(p, lift(lambda b: client.lower_gradient_y(x, start, b))(batch))
-        upper.add(p, lift(lambda b: client.directions(x, y, z, b).x)(batch))
+    Args:
+        sample: the pooled problem.
+        x: upper variables.
+        y: the minimiser of the pooled lower level.
+        z: the solution of the pooled linear system.
+        h: the true hypergradient.
+        accuracy: the relative residual of the clients' linear systems.
+    """
+
+    def __init__(
+        self, sample: PooledSample, x: Tree, y: Tree, z: Tree, h: Tree, accuracy: float
+    ) -> None:
+        self.client = sample.client
+        self.ridge = sample.ridge
+        self.x = x
+        self.y = y
+        self.z = z
+        self.h = h
+        self.accuracy = accuracy
+        self.L = 0.0
+        self.lower = _WeightedMean(y)
+        self.upper = _WeightedMean(x)
+        self.local = _WeightedMean(x)
+        self.local_exists = float(norm(h)) > 0
+
+    def add(self, stack: ClientStack, start: Tree) -> None:
+        """Measure the clients of a stack; `start` is the initial y."""
+        p, batch, vectorize = stack
+        x = self.x
+        y = self.y
+        client = self.client
+        gradients = vectorize(lambda y, b: client.lower_gradient_y(x, y, b))
+        repeated = y.map(lambda tensor: tensor.expand(len(p), *tensor.shape))
+        _, pullback = vjp(lambda ys: gradients(ys, batch), repeated)  # type: ignore[misc]
+
+        def hessians(vs: Tree) -> Tree:
+            """All clients' Hessians as one block-diagonal matrix, so that one solver serves all."""
+            product: Tree = pullback(vs)[0] + self.ridge * vs
+            return product
+
+        f_y = vectorize(lambda b: client.upper_gradient_y(x, y, b))(batch)
+        largest = extreme_eigenvalues(hessians, random_unit(f_y), 20).largest
+        self.L = max(self.L, largest - self.ridge)
+        lower_gradients = vectorize(lambda b: client.lower_gradient_y(x, start, b))(batch)
+        self.lower.add(p, lower_gradients)
+        upper_directions = vectorize(lambda b: client.directions(x, y, self.z, b).x)(batch)
+        self.upper.add(p, upper_directions)
         try:
-            zs = CG(tolerance=accuracy, steps=500)(hessians, f_y).value
+            zs = CG(tolerance=self.accuracy, steps=500)(hessians, f_y).value
         except ValueError:  # a client's own Hessian is not positive definite
-            exists = False
-        if exists:
-            local.add(p, lift(lambda z, b: client.directions(x, y, z, b).x)(zs, batch))
-    return {
-        "L_client": L,
-        "lower_spread": lower.value,
-        "upper_spread": upper.value,
-        "local_cosine": float(dot(local.mean, h) / norm(local.mean) / norm(h)) if exists else None,
-        "local_error": float(norm(local.mean - h) / norm(h)) if exists else None,
-    }
+            self.local_exists = False
+        if self.local_exists:
+            local = vectorize(lambda z, b: client.directions(x, y, z, b).x)(zs, batch)
+            self.local.add(p, local)
+
+    @property
+    def local_cosine(self) -> float | None:
+        """The cosine between the mean of local hypergradients and the true one."""
+        if not self.local_exists:
+            return None
+        mean = self.local.mean
+        return float(dot(mean, self.h) / norm(mean) / norm(self.h))
+
+    @property
+    def local_error(self) -> float | None:
+        """The relative distance between the mean of local hypergradients and the true one."""
+        if not self.local_exists:
+            return None
+        return float(norm(self.local.mean - self.h) / norm(self.h))

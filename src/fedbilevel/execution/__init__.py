@@ -1,1 +1,6 @@
-"""Executors: what computes the tasks of clients. `reference` is the plain loop, `stacked` the fast one."""
+"""Executors: what computes client tasks.
+
+`reference` is the plain loop over tasks and steps, `stacked` the fast executor, `ranked` spreads
+tasks over several processes. `memories` holds what clients remember between their tasks, `losses`
+evaluates the losses over all clients.
+"""

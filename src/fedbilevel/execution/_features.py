@@ -1,27 +1,37 @@
-"""What depends on x alone, evaluated once for tasks in which x stays as it was sent."""
+"""Features: the samples of a client embedded at one x, before the first step of a task.
+
+If a phase never moves x and looks at every sample, running the backbone once over all samples is
+cheaper than running it in every step.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from fedbilevel.core.problem import Data, Problem, leaves, like
+from fedbilevel.core.problem import Data, Problem, named_tensors, repack
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation.task import Broadcast
 
 
-def embeds_beforehand(problem: Problem, broadcast: Broadcast, batch_size: int | None) -> bool:
-    """Whether every sample is embedded once before the first step: where x stays and every sample is used."""
+def embeds_before_steps(problem: Problem, broadcast: Broadcast, batch_size: int | None) -> bool:
+    """Tell whether a task embeds every sample once before its first step.
+
+    It does if x stays as it was sent and the task uses every sample (full batches or epochs).
+    """
     phase = broadcast.phase
     every_sample = phase.full or batch_size is None or phase.epochs is not None
     return phase.fixed_x and every_sample and problem.embeds_samples and "x" in broadcast.message
 
 
-def embedded(problem: Problem, x: Tree, data: Data, batch: int) -> Data:
-    """All samples of one client, a batch at a time: a client need not hold more of them at once."""
+def embed_samples(problem: Problem, x: Tree, data: Data, batch_size: int) -> Data:
+    """Embed all samples of one client at x.
+
+    The backbone sees `batch_size` samples at a time, so that a client needs no more memory than in
+    a step on one batch.
+    """
     assert problem.embed
-    pieces = zip(*(tensor.split(batch) for _, tensor in leaves(data)), strict=True)
-    found = [problem.embed(x, like(data, list(piece)), ()) for piece in pieces]
-    columns = zip(*([tensor for _, tensor in leaves(each)] for each in found), strict=True)
-    return like(
-        found[0], [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
-    )
+    batches = zip(*(tensor.split(batch_size) for _, tensor in named_tensors(data)), strict=True)
+    parts = [problem.embed(x, repack(data, list(batch)), ()) for batch in batches]
+    columns = zip(*([tensor for _, tensor in named_tensors(part)] for part in parts), strict=True)
+    features = [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
+    return repack(parts[0], features)

@@ -1,4 +1,4 @@
-"""What a computation takes, measured while it runs: floating-point operations, and the bytes it holds at once."""
+"""Measure a computation while it runs: its floating-point operations and its peak memory."""
 
 from __future__ import annotations
 
@@ -15,40 +15,53 @@ aten = torch.ops.aten
 
 
 class Meter(TorchDispatchMode):
-    """Within, `flops` counts operations and `peak_bytes` is the most that new tensors took at any moment;
-    `convolution` has the operations of the largest convolution.
+    """A context manager that measures the PyTorch operations within it.
 
-    Multiplications and additions of matrix products and convolutions are counted, as `torch.utils.flop_counter` does;
-    elementwise work is not. A tensor counts from when it is made until its storage is freed.
+    Multiplications and additions of matrix products and convolutions are counted, as
+    `torch.utils.flop_counter` does; elementwise operations are not. A tensor counts towards memory
+    from its creation until its storage is freed.
+
+    Attributes:
+        flops: floating-point operations.
+        peak_bytes: the most bytes that tensors created within held at any moment.
+        largest_convolution: floating-point operations of the largest forward convolution.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.peak_bytes = self.convolution = 0
-        self._alive = 0
+        self.flops = 0
+        self.peak_bytes = 0
+        self.largest_convolution = 0
+        self._live_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        outputs = func(*args, **kwargs)
         if formula := FORMULAS.get(func._overloadpacket):
-            self.flops += (flops := formula(*args, **kwargs, out_val=made))
+            flops = formula(*args, **kwargs, out_val=outputs)
+            self.flops += flops
             if func._overloadpacket is aten.convolution:
-                self.convolution = max(self.convolution, flops)
-        given = {
-            storage._cdata for storage in _storages((*args, *kwargs.values()))
-        }  # of views, and of what is changed
-        for storage in _storages((made,)):
-            if storage._cdata not in given:
-                self._alive += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage.nbytes())
-        self.peak_bytes = max(self.peak_bytes, self._alive)
-        return made
+                self.largest_convolution = max(self.largest_convolution, flops)
+        # Views and in-place operations return storages of their inputs, which are not new.
+        input_ids = {storage._cdata for storage in _storages((*args, *kwargs.values()))}
+        for storage in _storages((outputs,)):
+            if storage._cdata not in input_ids:
+                self._live_bytes += storage.nbytes()
+                weakref.finalize(storage, self._subtract, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        return outputs
 
-    def _freed(self, size: int) -> None:
-        self._alive -= size
+    def _subtract(self, size: int) -> None:
+        self._live_bytes -= size
 
 
-def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     for value in values:
         if isinstance(value, Tensor):
             if value.layout is torch.strided:
@@ -58,17 +71,22 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 
 def _convolution_backward(*args: Any, **kwargs: Any) -> int:
-    """A weight meets the channels of its own group alone, which flop_counter forgets in the weight's gradient."""
+    """Count a convolution's backward pass, with the number of groups taken into account.
+
+    In the gradient of the weights, `flop_counter` forgets that a weight meets only the channels of
+    its own group.
+    """
     *rest, groups, (inputs, weights, _) = args
     count = flop_registry[aten.convolution_backward]
     to_inputs = count(*rest, groups, (inputs, False, False), **kwargs)
-    return int(to_inputs + count(*rest, groups, (False, weights, False), **kwargs) // groups)
+    to_weights = count(*rest, groups, (False, weights, False), **kwargs)
+    return int(to_inputs + to_weights // groups)
 
 
-FORMULAS: dict[Any, Callable[..., int]] = {
+FORMULAS: dict[object, Callable[..., int]] = {
     **flop_registry,
-    aten.mv: lambda a, *_, **__: 2 * a.numel(),
-    aten.dot: lambda a, *_, **__: 2 * a.numel(),
-    aten.addmv: lambda _, a, *__, **___: 2 * a.numel(),
+    aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
+    aten.dot: lambda vector, *_, **__: 2 * vector.numel(),
+    aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
     aten.convolution_backward: _convolution_backward,
 }

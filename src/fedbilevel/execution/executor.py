@@ -1,4 +1,4 @@
-"""What an executor is: tasks in, results out."""
+"""The interface of an executor: client tasks in, results out."""
 
 from __future__ import annotations
 
@@ -9,37 +9,80 @@ from typing import Any
 
 from fedbilevel.federation.task import Results, Task
 
+Mark = Any  # what `mark` returned; only the executor that made it looks inside
+
 
 class Executor(ABC):
-    """Runs the tasks of clients on their data. It knows phases and problems; no algorithm, no clock, no ledger.
+    """Computes client tasks on the clients' data.
 
-    `run` and `samples` make an executor; the rest has defaults that suit one whose clients remember nothing and whose
-    numbers do not depend on what it ran before. An executor serves one thread at a time unless it says otherwise.
+    An executor knows phases and problems. It knows neither algorithms nor clocks nor ledgers.
+
+    A subclass must implement `run` and `samples`. The other methods have defaults for an executor
+    whose clients remember nothing and whose results do not depend on what it ran before. Unless a
+    subclass says otherwise, an executor serves one thread at a time.
+
+    Example:
+        An executor that counts the tasks that pass through it:
+
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.execution.reference import ReferenceExecutor
+        >>> class CountingExecutor(ReferenceExecutor):
+        ...     tasks = 0
+        ...
+        ...     def run(self, tasks, sums=False):
+        ...         self.tasks += len(tasks)
+        ...         return super().run(tasks, sums)
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> federation = fb.simulated_federation(task.problem, task.clients)
+        >>> executor = CountingExecutor(task.problem, task.clients, batch_size=None)
+        >>> federation.transport.executor = executor
+        >>> result = fb.solve(
+        ...     task.problem, task.clients, "simfbo", rounds=3, federation=federation
+        ... )
+        >>> executor.tasks
+        12
     """
 
     @abstractmethod
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
-        """What tasks of one phase return, a stack at a time.
+        """Run tasks that share one phase, and yield their results, a stack of clients at a time.
 
-        sums: the server needs only the sum of the replies; an executor may then return that.
+        Args:
+            tasks: the client tasks. A client may occur more than once; if the phase remembers,
+                its tasks run in the order given.
+            sums: whether the server needs only the sum of the replies. The executor may then
+                return sums in place of single replies.
+
+        Yields:
+            Replies with a leading axis over some of the tasks, and the cost of each of them.
+            Together the results cover every task once, in any order.
+
+        Raises:
+            ClientError: the code of a client failed; the message names client, phase and round.
+            TypeError: a reply has not the names and shapes that its phase declares.
         """
 
     @abstractmethod
     def samples(self, client: int) -> int:
-        """How many training samples a client holds."""
+        """Return the number of training samples that a client holds."""
 
-    def mark(self) -> Any:
-        """What `back` needs to undo everything that happens from now on, until the next mark."""
+    def mark(self) -> Mark:
+        """Mark the present state; `rollback` returns to it, until the next mark is set."""
 
-    def back(self, mark: Any) -> None:
-        """Undo everything since the mark."""
+    def rollback(self, mark: Mark) -> None:
+        """Undo everything since `mark`, which must be the latest one. It may be used again."""
 
     def snapshot(self) -> dict[str, Any]:
-        """What a resumed run needs to compute the same bits, as plain values and tensors."""
+        """Return what a resumed run needs to compute the same bits: plain values and tensors."""
         return {}
 
     def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what each rank had saved."""
+        """Return to the state of a checkpoint.
 
-    def keep_in(self, folder: Path) -> None:
-        """Where to put, from now on, what clients remember."""
+        Args:
+            snapshots: the snapshot of each rank, in order; their number may differ from the
+                present number of ranks.
+        """
+
+    def store_in(self, folder: Path) -> None:
+        """Keep the clients' memories in files in `folder` from now on."""

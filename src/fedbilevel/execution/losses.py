@@ -1,4 +1,4 @@
-"""The losses over the clients, by which a run is watched."""
+"""The upper and lower loss over the clients, by which a run is watched."""
 
 from __future__ import annotations
 
@@ -10,26 +10,54 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, ClientData, Data, Problem, leaves, like
+from fedbilevel.core.problem import Batch, ClientData, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in, root, rows, subset
 from fedbilevel.core.tree import Tree
-from fedbilevel.execution.lift import lifted, stacked
+from fedbilevel.execution.vectorize import vectorized
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.task import on_client
 
-CLIENTS, SAMPLES = 100, 2048
+MAX_CLIENTS = 100
+MAX_SAMPLES = 2048  # per level, over all evaluated clients
 
 
-def chosen(
-    seed: int, clients: int, most: int = CLIENTS, samples: int = SAMPLES
+def evaluation_subset(
+    seed: int, clients: int, max_clients: int = MAX_CLIENTS, max_samples: int = MAX_SAMPLES
 ) -> tuple[list[int], int]:
-    """Whose losses are evaluated, and on how many samples a level each."""
-    found = subset(root(seed, "evaluation"), clients, min(clients, most))
-    return found, -(-samples // len(found))
+    """Draw the clients whose losses are evaluated, once for a run.
+
+    Args:
+        seed: the seed of the run.
+        clients: the number of clients in the federation.
+        max_clients: the most clients to evaluate.
+        max_samples: about how many samples to evaluate per level, over all of them.
+
+    Returns:
+        The numbers of the clients, and the samples per level that each of them evaluates.
+    """
+    numbers = subset(root(seed, "evaluation"), clients, min(clients, max_clients))
+    samples_each = -(-max_samples // len(numbers))
+    return numbers, samples_each
 
 
 class ClientLosses:
-    """One client's upper and lower loss, on at most `share` of its samples a level, drawn once."""
+    """One client's upper and lower loss, on a batch that is drawn once.
+
+    Constructing it also evaluates both losses on all of the client's data, so that a loss that
+    fails on them does so before the run.
+
+    Args:
+        oracle: the problem's derivatives and losses.
+        data: the client's data.
+        environment: its batch size is the size of an episode, if the lower level is private.
+        seed: the seed of the run.
+        client: the client's number.
+        samples: the most samples to evaluate per level.
+        device: where to evaluate.
+
+    Attributes:
+        batch: the samples that were drawn.
+    """
 
     def __init__(
         self,
@@ -38,30 +66,73 @@ class ClientLosses:
         environment: Environment,
         seed: int,
         client: int,
-        share: int,
+        samples: int,
         device: str,
     ) -> None:
-        self.oracle, key = oracle, fold_in(root(seed, "evaluation"), client)
-        data = oracle.problem.paired(data)
-        episodes = oracle.problem.lower_level == "private"
-        size = environment.batch_size or data.size("train") if episodes else share
-        streams = fold_in(key, 0), fold_in(key, 0 if episodes else 1)
-        drawn = Batch(_some(data.train, streams[0], size), _some(data.val, streams[1], size), key)
-        for batch in (drawn if episodes else Batch(data.train, data.val, key), drawn):
-            self.batch = pytree.tree_map(lambda t: t.to(device), batch)
-            self(
-                *oracle.problem.start, self.batch
-            )  # a loss that fails on a client's data does so here, by name
+        self.oracle = oracle
+        data = oracle.problem.validated(data)
+        key = fold_in(root(seed, "evaluation"), client)
+        train_key = fold_in(key, 0)
+        if oracle.problem.lower_level == "private":
+            # Sample j of both sides belong together, so both sides draw the same ones.
+            samples = environment.batch_size or data.size("train")
+            val_key = train_key
+        else:
+            val_key = fold_in(key, 1)
+            self._check(Batch(data.train, data.val, key), device)
+        train = _subsample(data.train, train_key, samples)
+        val = _subsample(data.val, val_key, samples)
+        self.batch = self._check(Batch(train, val, key), device)
+
+    def _check(self, batch: Batch, device: str) -> Batch:
+        """Evaluate both losses at the start; return the batch on its device."""
+        on_device: Batch = pytree.tree_map(lambda tensor: tensor.to(device), batch)
+        self(*self.oracle.problem.start, on_device)
+        return on_device
 
     def __call__(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the upper and the lower loss at (x, y) on a batch."""
         return self.oracle.upper(x, y, batch), self.oracle.lower(x, y, batch)
 
 
 class Losses:
-    """The upper and lower loss over the clients, weighted as the problem is; of episodes, at the y they start from.
+    """The upper and lower loss over all clients, weighted as in the problem.
 
-    A federation can be too large to evaluate as a whole: at most `clients` of them, drawn once, are read, and about
-    `samples` a level. Up to that size the losses are exact.
+    F(x, y) = sum_i p_i f_i(x, y)   and   G(x, y) = sum_i p_i g_i(x, y)
+
+    A federation may be too large to evaluate as a whole. At most `clients` clients, drawn once, are
+    evaluated on about `samples` samples per level. Up to that size the losses are exact. The losses
+    of episodes (`lower_level="private"`) are taken at the y that the episodes start from.
+
+    Args:
+        problem: the losses f and g.
+        data: the data of each client; only the clients that are evaluated are read.
+        weights: p_i, one number per client.
+        environment: its batch size is the size of an episode.
+        seed: the seed of the run, which determines what is drawn.
+        device: where to evaluate.
+        stack: whether clients with batches of equal shape are evaluated together, under `vmap`.
+        clients: the most clients to evaluate.
+        samples: about how many samples to evaluate per level.
+
+    Attributes:
+        groups: for each group of clients that are evaluated together, their weights (which sum to 1
+            over all groups) and their batches as a stack.
+
+    Raises:
+        ClientError, ValueError, TypeError: a loss fails on the data of a client; the message names
+            the client.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.execution.losses import Losses
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> losses = Losses(
+        ...     task.problem, task.clients, [0.25] * 4, fb.Environment(), seed=0, device="cpu"
+        ... )
+        >>> x, y = task.problem.start
+        >>> sorted(losses(x, y))
+        ['lower_loss', 'upper_loss']
     """
 
     def __init__(
@@ -74,44 +145,62 @@ class Losses:
         seed: int,
         device: str,
         stack: bool = True,
-        clients: int = CLIENTS,
-        samples: int = SAMPLES,
+        clients: int = MAX_CLIENTS,
+        samples: int = MAX_SAMPLES,
     ) -> None:
         self.oracle = Oracle(problem)
-        read, share = chosen(seed, len(data), clients, samples)
+        numbers, samples_each = evaluation_subset(seed, len(data), clients, samples)
         groups: dict[Hashable, list[tuple[float, Batch]]] = defaultdict(list)
-        for i in read:
+        for i in numbers:
             with on_client(i, "before round 1"):
-                self.both = ClientLosses(self.oracle, data[i], environment, seed, i, share, device)
-            batch = self.both.batch
-            form = repr([t.shape for t in pytree.tree_leaves(batch)]) if stack else i
-            groups[form].append((weights[i], batch))
-        total = sum(weights[i] for i in read)
-        self.groups = [
-            (
-                [p / total for p, _ in group],
-                pytree.tree_map(lambda *ts: torch.stack(ts), *(batch for _, batch in group)),
-            )
-            for group in groups.values()
-        ]
+                self.client_losses = ClientLosses(
+                    self.oracle, data[i], environment, seed, i, samples_each, device
+                )
+            batch = self.client_losses.batch
+            key: Hashable = i
+            if stack:
+                key = repr([tensor.shape for tensor in pytree.tree_leaves(batch)])
+            groups[key].append((weights[i], batch))
+        total = sum(weights[i] for i in numbers)
+        self.groups: list[tuple[list[float], Batch]] = []
+        for group in groups.values():
+            batches = [batch for _, batch in group]
+            stacked = pytree.tree_map(lambda *tensors: torch.stack(tensors), *batches)
+            self.groups.append(([p / total for p, _ in group], stacked))
 
     def __call__(self, x: Tree, y: Tree) -> dict[str, float]:
-        upper = lower = 0.0
+        """Evaluate both losses.
+
+        Args:
+            x: the upper variables.
+            y: the lower variables.
+
+        Returns:
+            `upper_loss` and `lower_loss`.
+        """
+        upper_loss = 0.0
+        lower_loss = 0.0
         with torch.no_grad():
             for weights, batch in self.groups:
-                if len(weights) == 1:
-                    f, g = self.both(x, y, pytree.tree_map(lambda t: t[0], batch))
-                else:
-                    f, g = lifted(stacked, lambda b: self.both(x, y, b))(batch)
-                p = torch.tensor(weights, dtype=f.dtype, device=f.device)
-                upper, lower = upper + float((p * f).sum()), lower + float((p * g).sum())
-        return {"upper_loss": upper, "lower_loss": lower}
+                upper, lower = self._group_losses(x, y, batch, len(weights))
+                p = torch.tensor(weights, dtype=upper.dtype, device=upper.device)
+                upper_loss += float((p * upper).sum())
+                lower_loss += float((p * lower).sum())
+        return {"upper_loss": upper_loss, "lower_loss": lower_loss}
+
+    def _group_losses(self, x: Tree, y: Tree, batch: Batch, clients: int) -> tuple[Tensor, Tensor]:
+        """Return the losses of each client of a group."""
+        if clients == 1:
+            alone = pytree.tree_map(lambda tensor: tensor[0], batch)
+            return self.client_losses(x, y, alone)
+        losses: tuple[Tensor, Tensor] = vectorized(lambda b: self.client_losses(x, y, b))(batch)
+        return losses
 
 
-def _some(data: Data, key: Tensor, count: int) -> Data:
-    """At most `count` of a client's samples, drawn uniformly."""
-    size = len(leaves(data)[0][1])
+def _subsample(data: Data, key: Tensor, count: int) -> Data:
+    """Return at most `count` of a client's samples, drawn uniformly."""
+    size = len(named_tensors(data)[0][1])
     if size <= count:
         return data
-    some = rows(key, size, count)
-    return like(data, [tensor[some] for _, tensor in leaves(data)])
+    indices = rows(key, size, count)
+    return repack(data, [tensor[indices] for _, tensor in named_tensors(data)])

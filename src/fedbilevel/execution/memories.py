@@ -1,4 +1,8 @@
-"""What clients keep between tasks: the last used in memory, the others in a file."""
+"""What clients remember between their tasks.
+
+`Memories` maps clients to memories. The recently used ones are cached, the others are in an
+append-only file, so that a run may have more clients than fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -21,62 +25,82 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core import ranks
 from fedbilevel.core.codec import pack, unpack
 from fedbilevel.core.tree import nbytes
+from fedbilevel.federation.phase import Phase
+from fedbilevel.federation.task import Values
 
-SLACK = (
-    2**26
-)  # outdated bytes, beside as many as are not, that a file may hold before it is written anew
+SLACK = 2**26  # a file is rewritten when its outdated bytes exceed its valid ones by this many
 
-STAGES = "stages "  # where a client's memory holds what its stages remember; no name of a phase's own ends so
+STAGES = "stages "  # the entry for what stages remember; the space keeps it apart from identifiers
 
 Memory = dict[str, Any]
-Saved = (
-    dict[int, Memory] | tuple[str, int] | None
-)  # all there is, or a file in the run's folder and its length
+Snapshot = dict[int, Memory] | tuple[str, int] | None
 
 
 class Memories(MutableMapping[int, Memory]):
-    """By client; an empty one is none. At most `most` bytes are held in memory.
+    """What each client remembers: a dict from client to memory.
 
-    Files are only ever appended to, so that a change, a checkpoint and the way back cost what has changed, not what
-    there is: a checkpoint holds the file's length, and `back` undoes the changes since the last `mark`. Without a
-    `folder` the file is a temporary one, and what is saved is everything.
+    A memory is a dict of trees and tensors. An empty one is the same as none: setting `{}` forgets
+    the client.
+
+    Files are only ever appended to. A change, a checkpoint and a rollback therefore cost what has
+    changed, not what all clients hold: a checkpoint names a file and its length, and what was
+    appended later is ignored when a run resumes from it. A damaged file is refused.
+
+    Without a `folder` the file is a temporary one, and a snapshot holds all memories.
+
+    Args:
+        device: where cached memories are.
+        cache_bytes: the most bytes of memories to cache.
+
+    Attributes:
+        folder: where files are kept; None for a temporary file.
+        cached_bytes: bytes of the memories that are cached now.
+
+    Example:
+        >>> import torch
+        >>> from fedbilevel.execution.memories import Memories
+        >>> memories = Memories("cpu", cache_bytes=2**20)
+        >>> memories[3] = {"visits": torch.tensor(1)}
+        >>> mark = memories.mark()
+        >>> memories[3] = {"visits": torch.tensor(2)}
+        >>> memories.rollback(mark)
+        >>> memories[3]
+        {'visits': tensor(1)}
     """
 
-    def __init__(self, device: str, most: int) -> None:
-        self.device, self.most = device, most
+    def __init__(self, device: str, cache_bytes: int) -> None:
+        self.device = device
+        self.cache_bytes = cache_bytes
         self.folder: Path | None = None
-        self._marks = 0
-        self._forget()
+        self._latest_mark = 0
+        self._reset()
 
-    def _forget(self) -> None:
-        self._near: dict[int, Memory] = {}  # the last used last
-        self._size = 0  # of these
-        self._changed: set[int] = set()  # those of which the file does not have the latest
-        self._undo: dict[int, Memory] = {}
-        self._records = Records()
-        self._before: list[Records] = []  # of checkpoints, until the first change
-        self._outdated: list[
-            Path
-        ] = []  # files that the last checkpoint needs, and the next will not
-        self._needless: list[Path] = []  # files that no checkpoint needs
+    def _reset(self) -> None:
+        self.cached_bytes = 0
+        self._cache: dict[int, Memory] = {}  # least recently used first
+        self._unwritten: set[int] = set()  # clients whose cached memory is newer than the file's
+        self._undo: dict[int, Memory] = {}  # what changed clients remembered at the latest mark
+        self._file = RecordFile()
+        self._old_files: list[RecordFile] = []  # copied to `_file` before the first write
+        self._outdated: list[Path] = []  # needed by the last checkpoint, but not by the next
+        self._unneeded: list[Path] = []  # needed by no checkpoint
 
     def __iter__(self) -> Iterator[int]:
-        found = itertools.chain(
-            self._near, self._records.places, *(records.places for records in self._before)
-        )
-        return (client for client in dict.fromkeys(found) if self._near.get(client, True))
+        in_files = (file.positions for file in (self._file, *self._old_files))
+        clients = dict.fromkeys(itertools.chain(self._cache, *in_files))
+        return (client for client in clients if self._cache.get(client, True))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __getitem__(self, client: int) -> Memory:
-        if client in self._near:
-            memory = self._near[client]
-        elif records := self._holder(client):
-            memory = pytree.tree_map(lambda t: t.to(self.device), records.read(client))
+        if client in self._cache:
+            memory = self._cache[client]
+        elif file := self._file_with(client):
+            memory = pytree.tree_map(lambda tensor: tensor.to(self.device), file.read(client))
         else:
             raise KeyError(client)
-        self._put(client, memory)
+        self._put_in_cache(client, memory)
         if not memory:
             raise KeyError(client)
         return memory
@@ -84,222 +108,314 @@ class Memories(MutableMapping[int, Memory]):
     def __setitem__(self, client: int, memory: Memory) -> None:
         if client not in self._undo:
             self._undo[client] = self.get(client, {})
-        if memory or self._holder(client):
-            self._changed.add(client)
-            self._put(client, memory)
+        if memory or self._file_with(client):
+            self._unwritten.add(client)
+            self._put_in_cache(client, memory)
         else:
-            self._changed.discard(client)
-            self._size -= nbytes(self._near.pop(client, {}))
+            self._unwritten.discard(client)
+            self.cached_bytes -= nbytes(self._cache.pop(client, {}))
 
     def __delitem__(self, client: int) -> None:
         if client not in self:
             raise KeyError(client)
         self[client] = {}
 
-    def _put(self, client: int, memory: Memory) -> None:
-        self._size += nbytes(memory) - nbytes(self._near.pop(client, {}))
-        self._near[client] = memory
-        while self._size > self.most:
-            oldest = next(iter(self._near))
+    def _put_in_cache(self, client: int, memory: Memory) -> None:
+        """Make a client the most recently used one; write out others if the cache is full."""
+        self.cached_bytes += nbytes(memory) - nbytes(self._cache.pop(client, {}))
+        self._cache[client] = memory
+        while self.cached_bytes > self.cache_bytes:
+            oldest = next(iter(self._cache))
             self._write(oldest)
-            self._size -= nbytes(self._near.pop(oldest, {}))
+            self.cached_bytes -= nbytes(self._cache.pop(oldest, {}))
 
     def mark(self) -> int:
-        self._undo, self._marks = {}, self._marks + 1
-        return self._marks
+        """Mark the present state, for `rollback`. Earlier marks become invalid.
 
-    def back(self, mark: int) -> None:
-        if mark != self._marks:
+        Returns:
+            The mark.
+        """
+        self._undo = {}
+        self._latest_mark += 1
+        return self._latest_mark
+
+    def rollback(self, mark: int) -> None:
+        """Undo all changes since a mark. The mark stays valid.
+
+        Args:
+            mark: the latest mark.
+
+        Raises:
+            RuntimeError: there is a later mark.
+        """
+        if mark != self._latest_mark:
             raise RuntimeError(
-                f"mark is {mark}; the last one is {self._marks}, and there is a way back to that alone"
+                f"mark is {mark}; memories can be rolled back to the latest one only, "
+                f"which is {self._latest_mark}"
             )
         for client, memory in self._undo.items():
             self[client] = memory
 
-    def save(self) -> Saved:
-        """For a checkpoint; what the last one needs stays until the one after this."""
+    def snapshot(self) -> Snapshot:
+        """Return the present state for a checkpoint.
+
+        Files that the previous checkpoint needs are kept until the next call.
+
+        Returns:
+            Without a folder: all memories. With a folder: the name of a file in it and the length
+            up to which the file is valid, or None if no client has ever remembered anything.
+        """
         if self.folder is None:
             return dict(self)
-        for client in sorted(self._changed):
+        for client in sorted(self._unwritten):
             self._write(client)
-        if self._before or self._records.places:
-            self._own()
-        for path in self._needless:
+        if self._old_files or self._file.positions:
+            self._writable_file()
+        for path in self._unneeded:
             path.unlink(missing_ok=True)
-        self._outdated, self._needless = [], self._outdated
-        if self._records.path is None:
+        self._unneeded = self._outdated
+        self._outdated = []
+        if self._file.path is None:
             return None
-        self._records.file.flush()
-        return self._records.path.name, self._records.end
+        self._file.handle.flush()
+        return self._file.path.name, self._file.end
 
-    def restore(self, saved: Sequence[Saved]) -> None:
-        """What every rank has saved, as far as it is of this one's clients. The files stay as they are."""
-        self._forget()
-        files = dict(part for part in saved if isinstance(part, tuple))
-        for path in sorted(self.folder.glob("memories-*")) if self.folder else ():
-            if ranks.mine(int(path.name.split("-")[1])):
-                (self._outdated if path.name in files else self._needless).append(path)
-        for client, memory in itertools.chain(
-            *(part.items() for part in saved if isinstance(part, dict))
-        ):
-            if ranks.mine(client):
-                self[client] = pytree.tree_map(lambda t: t.to(self.device), memory)
-        self._before = [
-            Records((self.folder or Path()) / name, length) for name, length in files.items()
-        ]
+    def restore(self, snapshots: Sequence[Snapshot]) -> None:
+        """Return to the state of a checkpoint. Its files stay as they are.
+
+        Args:
+            snapshots: the snapshot of every rank; each rank takes over its own clients.
+
+        Raises:
+            ValueError: a file is damaged.
+            FileNotFoundError: a file is missing.
+        """
+        self._reset()
+        files = dict(part for part in snapshots if isinstance(part, tuple))
+        if self.folder:
+            self._list_outdated(self.folder, files)
+        for part in snapshots:
+            if isinstance(part, dict):
+                self._take_over(part)
+        folder = self.folder or Path()
+        self._old_files = [RecordFile(folder / name, length) for name, length in files.items()]
         self.mark()
 
-    def _holder(self, client: int) -> Records | None:
-        """Where on disk a client's memory is."""
-        return next(
-            (records for records in (self._records, *self._before) if client in records.places),
-            None,
-        )
+    def _list_outdated(self, folder: Path, files: dict[str, int]) -> None:
+        """Note which of this rank's files can be removed: now, or after the next checkpoint."""
+        for path in sorted(folder.glob("memories-*")):
+            rank = int(path.name.split("-")[1])
+            if not ranks.is_local(rank):
+                continue
+            if path.name in files:
+                self._outdated.append(path)
+            else:
+                self._unneeded.append(path)
+
+    def _take_over(self, memories: dict[int, Memory]) -> None:
+        for client, memory in memories.items():
+            if ranks.is_local(client):
+                self[client] = pytree.tree_map(lambda tensor: tensor.to(self.device), memory)
+
+    def _file_with(self, client: int) -> RecordFile | None:
+        """Return the file that holds a client's memory."""
+        for file in (self._file, *self._old_files):
+            if client in file.positions:
+                return file
+        return None
 
     def _write(self, client: int) -> None:
-        if client not in self._changed:
+        """Append a client's cached memory to the file, unless the file has it already."""
+        if client not in self._unwritten:
             return
-        self._changed.discard(client)
-        records = self._own()
-        if records.end > 2 * records.live + SLACK:
-            self._outdated += [records.path] if records.path else []
-            self._before, self._records = [records], Records()
-            records = self._own()
-        records.append(client, Records.made(client, self._near[client]))
-        if not self._near[client]:
-            del self._near[client]
+        self._unwritten.discard(client)
+        file = self._writable_file()
+        if file.end > 2 * file.live_bytes + SLACK:
+            if file.path:
+                self._outdated.append(file.path)
+            self._old_files = [file]
+            self._file = RecordFile()
+            file = self._writable_file()
+        file.append(client, encode_record(client, self._cache[client]))
+        if not self._cache[client]:
+            del self._cache[client]
 
-    def _own(self) -> Records:
-        """The file to write to, with all there is; a file of a checkpoint is read, and then left alone."""
-        if self.folder and not self._records.path:
-            names = (f"memories-{ranks.rank()}-{number}" for number in itertools.count())
-            self._before.append(self._records)
-            self._records = Records(
-                next(path for name in names if not (path := self.folder / name).exists())
-            )
-        while self._before:
-            old = self._before.pop()
-            for client in filter(ranks.mine, old.places):
-                self._records.append(client, old.record(client))
-        return self._records
+    def _writable_file(self) -> RecordFile:
+        """Return the file to append to, after copying into it what is in other files.
+
+        The file of a checkpoint is never written to: the run may have to resume from it again.
+        """
+        if self.folder and not self._file.path:
+            self._old_files.append(self._file)
+            self._file = RecordFile(_unused_path(self.folder))
+        while self._old_files:
+            old_file = self._old_files.pop()
+            for client in filter(ranks.is_local, old_file.positions):
+                self._file.append(client, old_file.read_record(client))
+        return self._file
 
 
-class Records:
-    """A file of records, the last of a client its valid one; of a file that is there, the first `length` bytes."""
+def _unused_path(folder: Path) -> Path:
+    for number in itertools.count():
+        path = folder / f"memories-{ranks.rank()}-{number}"
+        if not path.exists():
+            break
+    return path
 
-    HEAD = struct.Struct(
-        "<qqq16s"
-    )  # the client, the lengths of JSON and of tensors, and a digest of all of them
+
+class RecordFile:
+    """An append-only file of client memories. The last record of a client is the valid one.
+
+    A record has a header, the structure of the memory as JSON, and the bytes of its tensors. The
+    digest in the header is checked whenever a record is read. A record without a body says that the
+    client remembers nothing.
+
+    Args:
+        path: the file; None for a temporary one.
+        length: how many bytes of an existing file to read; 0 creates a new file.
+
+    Attributes:
+        positions: where each client's valid record begins, and its length.
+        end: bytes of the file.
+        live_bytes: bytes of the valid records.
+
+    Raises:
+        ValueError: the headers of an existing file are damaged.
+    """
+
+    HEADER = struct.Struct("<qqq16s")  # client, length of the JSON, length of the tensors, digest
 
     def __init__(self, path: Path | None = None, length: int = 0) -> None:
         self.path = path
-        self.places: dict[
-            int, tuple[int, int]
-        ] = {}  # where a client's record begins, and how long it is
-        self.end = self.live = 0  # bytes of the file, and of the valid records in it
+        self.positions: dict[int, tuple[int, int]] = {}
+        self.end = 0
+        self.live_bytes = 0
         self._length = length
         while self.end < length:
-            self.file.seek(self.end)
-            client, plain, tensors, _ = self._unpack(self.file.read(self.HEAD.size))
-            if min(plain, tensors) < 0:
+            self.handle.seek(self.end)
+            header = self.handle.read(self.HEADER.size)
+            client, json_length, tensor_length, _ = self._unpack_header(header)
+            if min(json_length, tensor_length) < 0:
                 raise self._damaged()
-            self._valid(client, self.HEAD.size + plain + tensors, plain > 0)
+            self._index(client, self.HEADER.size + json_length + tensor_length)
         if self.end > length:
             raise self._damaged()
 
     @functools.cached_property
-    def file(self) -> IO[bytes]:
-        opened: IO[bytes] = (
-            self.path.open("rb" if self._length else "x+b")
-            if self.path
-            else tempfile.TemporaryFile()  # noqa: SIM115
-        )
-        weakref.finalize(self, opened.close)
-        return opened
+    def handle(self) -> IO[bytes]:
+        """The open file."""
+        handle: IO[bytes]
+        if self.path is None:
+            handle = tempfile.TemporaryFile()  # noqa: SIM115  (closed by the finalizer)
+        elif self._length:
+            handle = self.path.open("rb")
+        else:
+            handle = self.path.open("x+b")
+        weakref.finalize(self, handle.close)
+        return handle
 
     def append(self, client: int, record: bytes) -> None:
-        self.file.seek(self.end)
-        self.file.write(record)
-        self._valid(client, len(record), len(record) > self.HEAD.size)
+        """Append a record, which becomes the valid one of its client."""
+        self.handle.seek(self.end)
+        self.handle.write(record)
+        self._index(client, len(record))
 
-    def _valid(self, client: int, size: int, there: bool) -> None:
-        _, before = self.places.pop(client, (0, 0))
-        if there:
-            self.places[client] = (self.end, size)
-        self.live += size * there - before
+    def _index(self, client: int, size: int) -> None:
+        """Note that a record of this size lies at the end."""
+        _, old_size = self.positions.pop(client, (0, 0))
+        self.live_bytes -= old_size
+        if size > self.HEADER.size:
+            self.positions[client] = (self.end, size)
+            self.live_bytes += size
         self.end += size
 
-    def record(self, client: int) -> bytes:
-        """Checked: what is damaged is neither used nor copied."""
-        begin, size = self.places[client]
-        self.file.seek(begin)
-        record = self.file.read(size)
-        *head, digest = self._unpack(record)
-        if digest != _digest(head, record[self.HEAD.size :]):
+    def read_record(self, client: int) -> bytes:
+        """Return the valid record of a client, after checking its digest."""
+        begin, size = self.positions[client]
+        self.handle.seek(begin)
+        record = self.handle.read(size)
+        *header, digest = self._unpack_header(record)
+        if digest != _digest(header, record[self.HEADER.size :]):
             raise self._damaged()
         return record
 
     def read(self, client: int) -> Memory:
-        record = self.record(client)
-        _, plain, *_ = self._unpack(record)
-        start = self.HEAD.size + plain
-        form, kinds = json.loads(record[self.HEAD.size : start])
+        """Return the memory of a client, on the CPU."""
+        record = self.read_record(client)
+        _, json_length, *_ = self._unpack_header(record)
+        position = self.HEADER.size + json_length
+        structure, dtypes_and_shapes = json.loads(record[self.HEADER.size : position])
         tensors: dict[str, Tensor] = {}
-        for name, (kind, shape) in kinds.items():
-            dtype = getattr(torch, kind)
-            size = math.prod(shape) * dtype.itemsize
-            tensors[name] = torch.frombuffer(
-                bytearray(record[start : start + size] or b"\0" * 8), dtype=dtype
-            )
-            tensors[name] = tensors[name][: math.prod(shape)].reshape(shape)
-            start += size
-        return unpack(form, tensors)  # type: ignore[no-any-return]
+        for name, (dtype_name, shape) in dtypes_and_shapes.items():
+            dtype = getattr(torch, dtype_name)
+            count = math.prod(shape)
+            size = count * dtype.itemsize
+            # `frombuffer` refuses an empty buffer, so an empty tensor is cut from 8 bytes.
+            buffer = bytearray(record[position : position + size] or b"\0" * 8)
+            tensors[name] = torch.frombuffer(buffer, dtype=dtype)[:count].reshape(shape)
+            position += size
+        return unpack(structure, tensors)  # type: ignore[no-any-return]
 
-    @classmethod
-    def made(cls, client: int, memory: Memory) -> bytes:
-        """A record; an empty one takes a memory away."""
-        if not memory:
-            head, body = [client, 0, 0], b""
-        else:
-            tensors: dict[str, Tensor] = {}
-            form = pack(memory, tensors)
-            kinds = {
-                name: (str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()
-            }
-            plain = json.dumps([form, kinds]).encode()
-            values = b"".join(
-                t.view(-1).view(torch.uint8).numpy().tobytes() for t in tensors.values()
-            )
-            head, body = [client, len(plain), len(values)], plain + values
-        return cls.HEAD.pack(*head, _digest(head, body)) + body
-
-    def _unpack(self, record: bytes) -> tuple[Any, ...]:
-        if len(record) < self.HEAD.size:
+    def _unpack_header(self, record: bytes) -> tuple[Any, ...]:
+        if len(record) < self.HEADER.size:
             raise self._damaged()
-        return self.HEAD.unpack(record[: self.HEAD.size])
+        return self.HEADER.unpack(record[: self.HEADER.size])
 
     def _damaged(self) -> ValueError:
-        return ValueError(
-            f"{self.path or 'what clients remember'} is damaged: its contents do not match their digests"
-        )
+        name = self.path or "the temporary file of client memories"
+        return ValueError(f"{name} is damaged: its contents do not match their digests")
 
 
-def _digest(head: Sequence[int], body: bytes) -> bytes:
-    digest = blake2b(repr(head).encode(), digest_size=16)
+def encode_record(client: int, memory: Memory) -> bytes:
+    """Encode a client's memory as a record of a `RecordFile`."""
+    structure = b""
+    data = b""
+    if memory:
+        tensors: dict[str, Tensor] = {}
+        packed = pack(memory, tensors)
+        dtypes_and_shapes = {
+            name: (str(tensor.dtype).removeprefix("torch."), tensor.shape)
+            for name, tensor in tensors.items()
+        }
+        structure = json.dumps([packed, dtypes_and_shapes]).encode()
+        arrays = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
+        data = b"".join(array.tobytes() for array in arrays)
+    header = [client, len(structure), len(data)]
+    body = structure + data
+    return RecordFile.HEADER.pack(*header, _digest(header, body)) + body
+
+
+def _digest(header: Sequence[int], body: bytes) -> bytes:
+    digest = blake2b(repr(header).encode(), digest_size=16)
     digest.update(body)
     return digest.digest()
 
 
 def phase_memory(memory: Memory) -> Memory:
-    """What a client's phases remember."""
+    """Return what the phases of a client remember."""
     return {name: value for name, value in memory.items() if name != STAGES}
 
 
 def stage_memory(memory: Memory) -> Memory:
-    """What a client's stages remember."""
+    """Return what the stages of a client's replies remember."""
     return memory.get(STAGES, {})  # type: ignore[no-any-return]
 
 
-def joined(phase: Memory, stages: Memory) -> Memory:
-    """A client's memory, of both."""
-    return {**phase, STAGES: stages} if stages else phase
+def join_memories(of_phases: Memory, of_stages: Memory) -> Memory:
+    """Join what phases and stages remember into the memory of a client."""
+    if not of_stages:
+        return of_phases
+    return {**of_phases, STAGES: of_stages}
+
+
+def pop_memory(phase: Phase, reply: Values) -> Memory:
+    """Remove and return the new memory in what the `finish` of a phase returned.
+
+    Raises:
+        TypeError: the phase remembers, but `finish` returned no memory.
+    """
+    if "memory" not in reply:
+        raise TypeError(
+            f"phase {phase.name!r} remembers; its finish must return a memory beside its reply"
+        )
+    return reply.pop("memory")  # type: ignore[no-any-return]

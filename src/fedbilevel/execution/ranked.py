@@ -1,26 +1,46 @@
-"""Several processes, one run: every rank computes the tasks of its own clients, and all learn all results."""
+"""The ranked executor: several processes share the tasks of one run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import ranks
-from fedbilevel.execution.executor import Executor
-from fedbilevel.federation.replies import add_up
-from fedbilevel.federation.task import Results, Sums, Task, by_broadcast
+from fedbilevel.execution.executor import Executor, Mark
+from fedbilevel.federation.stacks import sum_finite
+from fedbilevel.federation.task import Results, Sums, Task, TaskCost, group_by_broadcast
 
 
 class RankedExecutor(Executor):
-    """An executor that shares tasks out over the ranks of `torch.distributed`.
+    """Shares client tasks out over the ranks of `torch.distributed`.
 
-    Every rank runs the same server program. Client i computes on rank i mod the number of ranks, always, so that its
-    data and what it remembers stay there. Where the server needs only sums, ranks add up their own clients' replies and
-    one all-reduce per broadcast does the rest; otherwise all replies travel to all ranks.
+    Every rank runs the same server program. Client i always computes on rank i mod the number of
+    ranks, so that its data and its memory stay there. If the server needs only sums, each rank adds
+    up the replies of its own clients and one all-reduce per broadcast adds up the ranks; otherwise
+    all replies travel to all ranks.
+
+    `fb.simulated_federation` uses it when there is more than one rank.
+
+    Args:
+        executor: computes the tasks of this rank's clients.
+        device: where the replies of other ranks are put.
+
+    Example:
+        Without `torchrun` there is one rank, which computes everything:
+
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.execution.ranked import RankedExecutor
+        >>> from fedbilevel.execution.stacked import StackedExecutor
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> local = StackedExecutor(task.problem, task.clients, batch_size=None)
+        >>> executor = RankedExecutor(local, "cpu")
+        >>> executor.samples(0) == local.samples(0)
+        True
     """
 
     def __init__(self, executor: Executor, device: str) -> None:
@@ -28,83 +48,120 @@ class RankedExecutor(Executor):
         self.device = device
 
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
-        own = [task for task in tasks if ranks.mine(task.client)]
+        """Run the tasks of this rank's clients; yield the results of all ranks.
+
+        Args:
+            tasks: the client tasks, the same on every rank.
+            sums: whether the server needs only the sum of the replies.
+
+        Yields:
+            The same results on every rank.
+
+        Raises:
+            ClientError, TypeError: a task failed on some rank; every rank raises.
+        """
+        local_tasks = [task for task in tasks if ranks.is_local(task.client)]
         if sums:
-            groups = by_broadcast(own)
-            for broadcast, everyone in by_broadcast(tasks).items():
-                yield self._summed(groups.get(broadcast, []), everyone)
+            groups = group_by_broadcast(local_tasks)
+            for broadcast, group in group_by_broadcast(tasks).items():
+                yield self._run_summed(groups.get(broadcast, []), group)
             return
         by_number = {task.number: task for task in tasks}
 
         def compute() -> list[tuple[list[int], Results]]:
-            found = []
-            for results in self.executor.run(own):
+            parts = []
+            for results in self.executor.run(local_tasks):
                 numbers = [task.number for task in results.tasks]
-                found.append(
-                    (numbers, results._replace(tasks=(), values=ranks.sent(results.values, "cpu")))
-                )
-            return found
+                values = ranks.move_tensors(results.values, "cpu")
+                parts.append((numbers, results._replace(tasks=(), values=values)))
+            return parts
 
-        for parts in ranks.agree(compute):
+        for parts in ranks.on_all_ranks(compute):
             for numbers, results in parts:
-                here = ranks.sent(results.values, self.device)
-                yield results._replace(tasks=[by_number[number] for number in numbers], values=here)
+                values = ranks.move_tensors(results.values, self.device)
+                yield results._replace(tasks=[by_number[n] for n in numbers], values=values)
 
-    def _summed(self, own: Sequence[Task], everyone: Sequence[Task]) -> Results:
-        """The sums over all ranks of the replies to one broadcast."""
-        found: list[Results] = []
+    def _run_summed(self, local_tasks: Sequence[Task], tasks: Sequence[Task]) -> Results:
+        """Return the sums over all ranks of the replies to one broadcast."""
+        local_sums: list[Sums] = []
 
-        def compute() -> tuple[list[int], list[Any], int, Any]:
-            found.extend(self._added_up(own))
-            numbers = [task.number for results in found for task in results.tasks]
-            costs = [cost for results in found for cost in results.costs]
-            size = found[0].nbytes if found else 0
-            forms = [
-                (ranks.sent(results.sums, "meta"), results.sums.finite.cpu())
-                for results in found
-                if results.sums
-            ]
-            return numbers, costs, size, forms
+        def compute() -> _RankSums:
+            part = _RankSums([], [], 0, [], [])
+            nbytes = 0
+            for results in self.executor.run(local_tasks) if local_tasks else ():
+                sums = self._sum(results)
+                local_sums.append(sums)
+                part.numbers.extend(task.number for task in results.tasks)
+                part.costs.extend(results.costs)
+                part.shapes.append(ranks.move_tensors(sums, "meta"))
+                part.finite.append(sums.finite.cpu())
+                nbytes = nbytes or results.nbytes
+            return part._replace(nbytes=nbytes)
 
-        parts = ranks.agree(compute)
-        form = next(forms[0][0] for _, _, _, forms in parts if forms)
-        total = pytree.tree_map(
-            lambda t: torch.zeros(t.shape, dtype=t.dtype, device=self.device), form[:3]
+        parts = ranks.on_all_ranks(compute)
+        shapes = next(part.shapes[0] for part in parts if part.shapes)
+        total = pytree.tree_map(self._zeros_like, _additive(shapes))
+        for sums in local_sums:
+            total = pytree.tree_map(torch.add, total, _additive(sums))
+        totals, steps, accepted = ranks.all_reduce_sum(total)
+        finite = torch.cat([mask for part in parts for mask in part.finite], 1)
+        by_number = {task.number: task for task in tasks}
+        return Results(
+            tasks=[by_number[number] for part in parts for number in part.numbers],
+            costs=[cost for part in parts for cost in part.costs],
+            nbytes=max(part.nbytes for part in parts),
+            values={},
+            sums=Sums(totals, steps, accepted, finite),
         )
-        for results in found:
-            assert results.sums is not None
-            total = pytree.tree_map(torch.add, total, results.sums[:3])
-        totals, steps, accepted = ranks.total(total)
-        finite = torch.cat([mask for _, _, _, forms in parts for _, mask in forms], 1)
-        by_number = {task.number: task for task in everyone}
-        tasks = [by_number[number] for numbers, _, _, _ in parts for number in numbers]
-        costs = [cost for _, costs, _, _ in parts for cost in costs]
-        size = max(size for _, _, size, _ in parts)
-        return Results(tasks, costs, size, {}, Sums(totals, steps, accepted, finite))
 
-    def _added_up(self, own: Sequence[Task]) -> Iterator[Results]:
-        """This rank's results, as sums."""
-        for results in self.executor.run(own) if own else ():
-            weights = torch.tensor(
-                [task.weight for task in results.tasks], dtype=torch.float64, device=self.device
-            )
-            steps = torch.tensor([task.steps for task in results.tasks], device=self.device)
-            yield results._replace(values={}, sums=add_up(results.values, weights, steps))
+    def _sum(self, results: Results) -> Sums:
+        """Return the weighted sums of some replies."""
+        weights = [task.weight for task in results.tasks]
+        steps = [task.steps for task in results.tasks]
+        return sum_finite(
+            results.values,
+            torch.tensor(weights, dtype=torch.float64, device=self.device),
+            torch.tensor(steps, device=self.device),
+        )
+
+    def _zeros_like(self, meta: Tensor) -> Tensor:
+        return torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
 
     def samples(self, client: int) -> int:
+        """Return the number of training samples that a client holds, on any rank."""
         return self.executor.samples(client)
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
+        """Mark the state of this rank."""
         return self.executor.mark()
 
-    def back(self, mark: Any) -> None:
-        self.executor.back(mark)
+    def rollback(self, mark: Mark) -> None:
+        """Return to the state at the mark on this rank; every rank must do so."""
+        self.executor.rollback(mark)
 
     def snapshot(self) -> dict[str, Any]:
+        """Return the snapshot of this rank."""
         return self.executor.snapshot()
 
     def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
+        """Return to the state of a checkpoint, given the snapshots of all ranks."""
         self.executor.restore(snapshots)
 
-    def keep_in(self, folder: Path) -> None:
-        self.executor.keep_in(folder)
+    def store_in(self, folder: Path) -> None:
+        """Keep the memories of this rank's clients in a file in `folder`."""
+        self.executor.store_in(folder)
+
+
+class _RankSums(NamedTuple):
+    """What the other ranks learn of one rank's sums; the sums themselves are all-reduced."""
+
+    numbers: list[int]  # of the tasks
+    costs: list[TaskCost]
+    nbytes: int  # of one reply
+    shapes: list[Sums]  # tensors on the meta device
+    finite: list[Tensor]
+
+
+def _additive(sums: Sums) -> tuple[Any, Tensor, Tensor]:
+    """The parts of sums that add up; a mask of finite replies is concatenated instead."""
+    return sums.totals, sums.steps, sums.accepted

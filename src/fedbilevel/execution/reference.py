@@ -1,42 +1,74 @@
-"""The reference executor: a plain loop over tasks and steps, the truth that other executors are compared with."""
+"""The reference executor: a plain loop over client tasks and their steps.
+
+It is the truth that other executors are compared with: what it computes is what a phase says.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.devices import sent
-from fedbilevel.core.oracle import Features, Oracle
-from fedbilevel.core.problem import Batch, ClientData, Data, Problem, leaves, like
+from fedbilevel.core.devices import to_device
+from fedbilevel.core.oracle import FeatureBatch, Oracle
+from fedbilevel.core.problem import Batch, ClientData, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import nbytes
-from fedbilevel.execution._draws import SIDES, STAGE_STREAM, Draws
-from fedbilevel.execution._features import embedded, embeds_beforehand
+from fedbilevel.execution._batches import SIDES, STAGE_STREAM, TaskBatches
+from fedbilevel.execution._features import embed_samples, embeds_before_steps
 from fedbilevel.execution._meter import Meter
-from fedbilevel.execution.executor import Executor
-from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
-from fedbilevel.federation.phase import Message
-from fedbilevel.federation.replies import wrong_form
-from fedbilevel.federation.stages import encoded
+from fedbilevel.execution.executor import Executor, Mark
+from fedbilevel.execution.memories import (
+    Memories,
+    join_memories,
+    phase_memory,
+    pop_memory,
+    stage_memory,
+)
+from fedbilevel.federation.kinds import reply_mismatch
+from fedbilevel.federation.phase import Message, Phase
+from fedbilevel.federation.stages import encode_values
 from fedbilevel.federation.task import Results, Task, TaskCost, Values, on_client
+
+T = TypeVar("T")
+
+PartCosts = dict[object, tuple[int, int]]  # operations and peak bytes of a part of a task
 
 
 class ReferenceExecutor(Executor):
-    """Runs every task as its phase is written: start, then step after step, then finish.
+    """Runs every client task exactly as its phase is written, one client after the other.
 
-    Threads may share it: what it keeps is by client, and a client has one task at a time.
+    A task is `start`, then `first` and `step` on a new batch each, then `finish`. It serves
+    `mode="loop"` of a simulated federation, and the node of a real client.
+
+    Threads may share the executor: its state is kept per client, and a client has one task at a
+    time.
 
     Args:
         problem: the losses and the shapes of x and y.
-        clients: the data, by client.
-        batch_size: samples per mini-batch; None is the full batch.
+        clients: the data of each client, by its number.
+        batch_size: samples per mini-batch; None for the full batch.
         device: where clients compute.
-        memory: bytes of what clients remember that are held in memory; the rest is kept in a file.
+        memory: bytes of client memories that are cached; the rest is kept in a file.
+
+    Attributes:
+        memories: what each client remembers.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> federation = fb.simulated_federation(task.problem, task.clients, mode="loop")
+        >>> type(federation.transport.executor).__name__
+        'ReferenceExecutor'
+        >>> x, y = task.problem.start
+        >>> descend = fb.algorithms.SimFBO().descend()
+        >>> replies = federation.ask(descend, [0, 2], x=x, y=y, z=y)
+        >>> sorted(reply.client for reply in replies)
+        [0, 2]
     """
 
     def __init__(
@@ -54,153 +86,183 @@ class ReferenceExecutor(Executor):
         self.device = device
         self.dtype = next(iter(problem.x.values())).dtype
         self.memories = Memories(device, memory)
-        self.costs: dict[
-            Any, tuple[int, int]
-        ] = {}  # operations and peak bytes of each kind of step, measured once
+        self.part_costs: PartCosts = {}
 
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
+        """Run tasks one by one and yield a stack of one reply for each; `sums` is ignored."""
         for task in tasks:
             with on_client(task.client, task.broadcast):
-                results = self._run(task)
+                results = self._run_task(task)
             yield results
 
-    def _run(self, task: Task) -> Results:
+    def _run_task(self, task: Task) -> Results:
         phase = task.broadcast.phase
         oracle = Oracle(self.problem)
-        data, cost, table_bytes = self._data(task)
-        draws = Draws(
-            sent(task.key, self.device),
-            data,
+        samples = self._samples(task)
+        batches = self._batches(task, samples)
+        meter = _TaskMeter(phase, self.part_costs)
+
+        carry = meter.run("start", phase.start, self._message(task))
+        for step in range(task.steps):
+            batch = batches.at(step)
+            if step == 0:
+                carry = meter.run("first", phase.first, carry, oracle, batch)
+            else:
+                carry = meter.run("step", phase.step, carry, oracle, batch)
+        reply = meter.run("finish", phase.finish, carry)
+
+        values = self._remember(task, reply)
+        if why := reply_mismatch(values, phase.reply, self.problem, task.broadcast.submodel):
+            raise TypeError(f"phase {phase.name!r} {why}")
+        payload = self._encode(task, values)
+        cost = TaskCost(
+            samples=batches.samples,
+            gradients=oracle.gradients,
+            flops=samples.embedding.flops + meter.flops,
+            peak_bytes=max(samples.embedding.peak_bytes, samples.feature_bytes + meter.peak_bytes),
+        )
+        stack_of_one = pytree.tree_map(lambda tensor: tensor.unsqueeze(0), payload)
+        return Results([task], [cost], nbytes(payload), stack_of_one)
+
+    def _message(self, task: Task) -> Message:
+        """Return what the client receives: the broadcast message and what it alone is sent.
+
+        Floats, and all numbers that this client alone is sent, become tensors.
+        """
+        for_all = pytree.tree_map_only(float, self._tensor, dict(task.broadcast.message))
+        for_client = pytree.tree_map(self._tensor, dict(task.client_message))
+        remembered = {}
+        if task.broadcast.phase.remembers:
+            remembered["memory"] = phase_memory(self.memories.get(task.client, {}))
+        steps = to_device(task.steps, self.device, self.dtype)
+        return Message(**for_all, **for_client, **remembered, steps=steps)
+
+    def _tensor(self, value: Tensor | float) -> Tensor:
+        dtype = self.dtype if isinstance(value, float) else None
+        return to_device(value, self.device, dtype)
+
+    def _samples(self, task: Task) -> _Samples:
+        """Return the client's samples, or their features if x stays and every sample is used."""
+        phase = task.broadcast.phase
+        client = self.problem.validated(self.clients[task.client])
+        data: dict[str, Data] = {}
+        for side in SIDES[phase.batch]:
+            stored = getattr(client, side)
+            tensors = [tensor.to(self.device) for _, tensor in named_tensors(stored)]
+            data[side] = repack(stored, tensors)
+        if not embeds_before_steps(self.problem, task.broadcast, self.batch_size):
+            return _Samples(data)
+
+        x = task.broadcast.message["x"]
+        features: dict[str, Data] = {}
+        embedding = TaskCost()
+        for side, raw in data.items():
+            batch_size = client.size(side)
+            if not phase.full and self.batch_size:
+                batch_size = min(self.batch_size, batch_size)
+            with Meter() as meter:
+                features[side] = embed_samples(self.problem, x, raw, batch_size)
+            batch = [tensor[:batch_size] for _, tensor in named_tensors(raw)]
+            peak_bytes = nbytes([x, batch]) + meter.peak_bytes
+            embedding = embedding.then(TaskCost(flops=meter.flops, peak_bytes=peak_bytes))
+        return _Samples(features, FeatureBatch, embedding, nbytes(features))
+
+    def _batches(self, task: Task, samples: _Samples) -> TaskBatches:
+        phase = task.broadcast.phase
+        return TaskBatches(
+            to_device(task.key, self.device),
+            samples.data,
             None if phase.full else self.batch_size,
             draws=phase.draws,
             epochs=phase.epochs is not None,
             paired=self.problem.lower_level == "private",
-            kind=Features if table_bytes else Batch,
-        )
-        carry, spent = self._measured(task, "start", phase.start, self._message(task))
-        for k in range(task.steps):
-            step = phase.step if k else phase.first
-            carry, more = self._measured(
-                task, "step" if k else "first", step, carry, oracle, draws.at(k)
-            )
-            spent = spent.then(more)
-        reply, more = self._measured(task, "finish", phase.finish, carry)
-        whole = spent.then(more)
-        peak_bytes = max(whole.peak_bytes + table_bytes, cost.peak_bytes)
-        counted = TaskCost(draws.samples, oracle.gradients, whole.flops + cost.flops, peak_bytes)
-        values = self._encoded(task, self._checked(task, reply))
-        size = nbytes(values)
-        return Results([task], [counted], size, pytree.tree_map(lambda t: t.unsqueeze(0), values))
-
-    def _message(self, task: Task) -> Message:
-        """What the client receives; numbers that it alone is sent, and floats, are tensors."""
-        shared = pytree.tree_map(
-            lambda v: self._tensor(v) if isinstance(v, float) else v, dict(task.broadcast.message)
-        )
-        own = pytree.tree_map(self._tensor, dict(task.own))
-        remembered = {}
-        if task.broadcast.phase.remembers:
-            remembered["memory"] = phase_memory(self.memories.get(task.client, {}))
-        return Message(
-            **shared, **own, **remembered, steps=sent(task.steps, self.device, self.dtype)
+            batch_type=samples.batch_type,
         )
 
-    def _tensor(self, value: Any) -> Tensor:
-        return sent(value, self.device, self.dtype if isinstance(value, float) else None)
-
-    def _data(self, task: Task) -> tuple[dict[str, Data], TaskCost, int]:
-        """The client's samples; where x stays as it is sent and all of them are used, their features at that x."""
-        phase = task.broadcast.phase
-        client = self.problem.paired(self.clients[task.client])
-        data: dict[str, Data] = {}
-        for side in SIDES[phase.batch]:
-            held = getattr(client, side)
-            data[side] = like(held, [tensor.to(self.device) for _, tensor in leaves(held)])
-        if not embeds_beforehand(self.problem, task.broadcast, self.batch_size):
-            return data, TaskCost(), 0
-        x = task.broadcast.message["x"]
-        cost = TaskCost()
-        table = {}
-        for side, held in data.items():
-            size = client.size(side)
-            batch = size if phase.full else min(self.batch_size or size, size)
-            with Meter() as meter:
-                table[side] = embedded(self.problem, x, held, batch)
-            piece = [tensor[:batch] for _, tensor in leaves(held)]
-            cost = cost.then(
-                TaskCost(flops=meter.flops, peak_bytes=nbytes([x, piece]) + meter.peak_bytes)
-            )
-        return table, cost, nbytes(table)
-
-    def _measured(
-        self, task: Task, part: str, fn: Callable[..., Any], *args: Any
-    ) -> tuple[Any, TaskCost]:
-        """fn(*args), with its operations and the bytes it holds; these are measured once for each kind of step."""
-        inputs = [leaf for leaf in pytree.tree_leaves(_plain(args)) if isinstance(leaf, Tensor)]
-        kind = (task.broadcast.phase.structure, part, tuple((t.shape, t.dtype) for t in inputs))
-        if kind in self.costs:
-            value = fn(*args)
-        else:
-            with Meter() as meter:
-                value = fn(*args)
-            self.costs[kind] = (meter.flops, nbytes(inputs) + meter.peak_bytes)
-        flops, peak_bytes = self.costs[kind]
-        return value, TaskCost(flops=flops, peak_bytes=peak_bytes)
-
-    def _checked(self, task: Task, reply: Values) -> Values:
-        """A reply of the form its phase declares; what the client remembers stays here."""
+    def _remember(self, task: Task, reply: Values) -> Values:
+        """Store the memory that a phase leaves with its client; return the reply without it."""
         phase = task.broadcast.phase
         values = dict(reply)
-        if phase.remembers:
-            if "memory" not in values:
-                raise TypeError(
-                    f"phase {phase.name!r} remembers; its finish must return a memory beside its reply"
-                )
-            kept = stage_memory(self.memories.get(task.client, {}))
-            self.memories[task.client] = joined(
-                pytree.tree_map(torch.clone, values.pop("memory")), kept
-            )
-        if why := wrong_form(values, phase.reply, self.problem, task.broadcast.submodel):
-            raise TypeError(f"phase {phase.name!r} {why}")
+        if not phase.remembers:
+            return values
+        memory = pytree.tree_map(torch.clone, pop_memory(phase, values))
+        of_stages = stage_memory(self.memories.get(task.client, {}))
+        self.memories[task.client] = join_memories(memory, of_stages)
         return values
 
-    def _encoded(self, task: Task, values: Values) -> Values:
-        """The reply as it travels, after its stages."""
+    def _encode(self, task: Task, values: Values) -> Values:
+        """Send a reply through its stages; return what travels."""
         stages = task.broadcast.stages
         if not stages:
             return values
         memory = self.memories.get(task.client, {})
-        key = fold_in(sent(task.key, self.device), STAGE_STREAM)
-        payload, kept = encoded(
-            stages, values, task.broadcast.phase.reply, key, stage_memory(memory)
-        )
-        if kept:
-            self.memories[task.client] = joined(phase_memory(memory), kept)
+        key = fold_in(to_device(task.key, self.device), STAGE_STREAM)
+        declared = task.broadcast.phase.reply
+        payload, of_stages = encode_values(stages, values, declared, key, stage_memory(memory))
+        if of_stages:
+            self.memories[task.client] = join_memories(phase_memory(memory), of_stages)
         return payload
 
     def samples(self, client: int) -> int:
-        return self.problem.paired(self.clients[client]).size("train")
+        """Return the number of training samples that a client holds."""
+        return self.problem.validated(self.clients[client]).size("train")
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
+        """Mark what clients remember now."""
         return self.memories.mark()
 
-    def back(self, mark: Any) -> None:
-        self.memories.back(mark)
+    def rollback(self, mark: Mark) -> None:
+        """Return to what clients remembered at the mark."""
+        self.memories.rollback(mark)
 
     def snapshot(self) -> dict[str, Any]:
-        return {"memories": self.memories.save()}
+        """Return what clients remember, or the name of the file that holds it."""
+        return {"memories": self.memories.snapshot()}
 
     def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
+        """Return to what clients remembered at a checkpoint, given the snapshots of all ranks."""
         self.memories.restore([snapshot["memories"] for snapshot in snapshots])
 
-    def keep_in(self, folder: Path) -> None:
+    def store_in(self, folder: Path) -> None:
+        """Keep what clients remember in a file in `folder`."""
         self.memories.folder = folder
 
 
-def _plain(args: tuple[Any, ...]) -> list[Any]:
-    """Arguments as nests of tensors: a message has them as attributes, an oracle has none."""
-    return [
-        vars(arg) if isinstance(arg, Message) else arg
-        for arg in args
-        if not isinstance(arg, Oracle)
-    ]
+class _Samples(NamedTuple):
+    """The samples that a task draws its batches from, or their features."""
+
+    data: dict[str, Data]
+    batch_type: type[Batch] = Batch
+    embedding: TaskCost = TaskCost()  # of computing the features
+    feature_bytes: int = 0
+
+
+class _TaskMeter:
+    """Runs the parts of one task (start, first, step, finish) and adds up what they cost.
+
+    A part is measured the first time that it runs with inputs of some shapes. Its cost is kept in
+    `part_costs`, because running under a `Meter` takes much longer.
+    """
+
+    def __init__(self, phase: Phase, part_costs: PartCosts) -> None:
+        self.phase = phase
+        self.part_costs = part_costs
+        self.flops = 0
+        self.peak_bytes = 0
+
+    def run(self, part: str, fn: Callable[..., T], *args: object) -> T:
+        """Return fn(*args)."""
+        nested = [vars(arg) if isinstance(arg, Message) else arg for arg in args]
+        inputs = [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        key = (self.phase.structure, part, shapes)
+        if key in self.part_costs:
+            result = fn(*args)
+        else:
+            with Meter() as meter:
+                result = fn(*args)
+            self.part_costs[key] = (meter.flops, nbytes(inputs) + meter.peak_bytes)
+        flops, peak_bytes = self.part_costs[key]
+        self.flops += flops
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        return result

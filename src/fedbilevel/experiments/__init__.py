@@ -1,1 +1,1 @@
-"""Experiments as TOML files, and the runs that they describe."""
+"""Experiments: TOML files that describe runs, how they are read, and how a run is set up."""

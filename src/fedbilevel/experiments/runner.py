@@ -1,4 +1,4 @@
-"""From a config to a run that is ready to start."""
+"""Sets up the run that a config describes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,67 @@ from fedbilevel.runs.simulation import simulated_federation
 from fedbilevel.tasks import Task
 
 
-def prepare(config: Config, data_dir: Path | None = None) -> Run:
-    """Load the task and set up the run; whatever is wrong with the input shows here, before anything is written."""
-    task = load(config, data_dir)
-    return run_of(config, task, simulation(config, task))
+def prepare_run(config: Config, data_dir: Path | None = None) -> Run:
+    """Load the task of a config, and set up its run on a simulated federation.
+
+    Nothing is written, so whatever is wrong with the input shows before the run has left a trace.
+
+    Args:
+        config: the resolved experiment.
+        data_dir: the folder with downloaded data, if it is not in the usual place.
+
+    Returns:
+        The run, before its first iteration.
+
+    Raises:
+        ConfigError: if the task cannot be loaded.
+        ValueError: if the parts of the experiment do not fit each other.
+        ClientError: if a loss fails on the data of the first client.
+
+    Example:
+        >>> from fedbilevel.experiments import config as configs
+        >>> config = configs.resolve(*configs.read("digits"), overrides={"task.name": "quadratic"})
+        >>> run = prepare_run(config)
+        >>> run.limits
+        {'rounds': 100}
+    """
+    task = load_task(config, data_dir)
+    return build_run(config, task, build_federation(config, task))
 
 
-def load(config: Config, data_dir: Path | None = None) -> Task:
-    """The task, on a machine that is set up for it."""
+def load_task(config: Config, data_dir: Path | None = None) -> Task:
+    """Set this process to the config's number of threads, and load the task.
+
+    Args:
+        config: the resolved experiment.
+        data_dir: the folder with downloaded data, if it is not in the usual place.
+
+    Returns:
+        The task.
+
+    Raises:
+        ConfigError: if the task cannot be loaded.
+    """
     torch.set_num_threads(config.table["runtime"]["threads"])
     return config.load_task(data_dir)
 
 
-def simulation(config: Config, task: Task) -> Federation:
-    experiment, device = config.experiment, ranks.device(config.experiment.device)
+def build_federation(config: Config, task: Task) -> Federation:
+    """Build the simulated federation of a config, with the clients of a task.
+
+    Args:
+        config: the resolved experiment.
+        task: its task, as `load_task` returns it.
+
+    Returns:
+        The federation, on the config's device.
+
+    Raises:
+        ValueError: if the environment does not fit the number of clients.
+        ClientError: if a loss fails on the data of the first client.
+    """
+    experiment = config.experiment
+    device = ranks.local_device(experiment.device)
     return simulated_federation(
         task.problem.to(device),
         task.clients,
@@ -42,7 +89,20 @@ def simulation(config: Config, task: Task) -> Federation:
     )
 
 
-def run_of(config: Config, task: Task, fed: Federation) -> Run:
+def build_run(config: Config, task: Task, fed: Federation) -> Run:
+    """Build the run of a config on a federation, simulated or real.
+
+    Args:
+        config: the resolved experiment.
+        task: its task, which evaluates the run.
+        fed: the federation.
+
+    Returns:
+        The run, before its first iteration.
+
+    Raises:
+        ValueError: if the algorithm does not solve such a problem.
+    """
     return Run(
         config.algorithm,
         fed,

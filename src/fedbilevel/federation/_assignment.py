@@ -1,4 +1,4 @@
-"""Who is asked to do what: tasks with keyed draws, their number of steps, and the messages they are sent."""
+"""Assignment of work: the tasks of an exchange, with their messages, numbers of steps and keys."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, root
-from fedbilevel.core.submodels import Submodel, units
+from fedbilevel.core.submodels import Submodel, count_units
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation.environment import Environment
+from fedbilevel.federation.kinds import message_kinds, templates
 from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.replies import kinds_of, like
-from fedbilevel.federation.stages import decoded, encoded
-from fedbilevel.federation.task import Broadcast, Task, by_broadcast, on_client
+from fedbilevel.federation.stages import decode_values, encode_values
+from fedbilevel.federation.task import Broadcast, Task, group_by_broadcast, on_client
 
-Own = Sequence[Mapping[str, Any]] | None  # what each client alone is sent
+ClientMessages = Sequence[Mapping[str, Any]] | None  # what each client alone is sent
 Submodels = Sequence[Submodel | None] | None
 
 
 class Assigner:
-    """Makes the tasks of a federation's clients; `made` counts them.
+    """Makes the tasks of a federation's clients.
 
     Args:
         problem: what is solved.
         clients: how many clients are registered.
         environment: local steps, batch size and stages.
         weights: returns p_i for each client; called when it is first needed.
-        samples: how many training samples a client holds.
-        seed: the draws of every task are keyed by it.
+        samples: returns how many training samples a client holds.
+        seed: the root of all keys.
+
+    Attributes:
+        tasks_made: how many tasks were made so far; the next task has this number.
     """
 
     def __init__(
@@ -52,32 +55,45 @@ class Assigner:
         self.weights = weights
         self.samples = samples
         self.seed = seed
-        self.made = 0
-        self.up = [stage for stage in environment.stages if stage.direction == "up"]
-        self.down = [stage for stage in environment.stages if stage.direction == "down"]
+        self.tasks_made = 0
+        self.reply_stages = [stage for stage in environment.stages if stage.direction == "up"]
+        self.message_stages = [stage for stage in environment.stages if stage.direction == "down"]
 
     def assign(
         self,
         phase: Phase,
         clients: Sequence[int],
-        each: Own,
+        each: ClientMessages,
         submodels: Submodels,
         message: Mapping[str, Any],
         round_: int,
         iteration: int,
     ) -> list[Task]:
-        """A task per client."""
+        """Make one task per client.
+
+        Args:
+            phase: what each client does.
+            clients: the clients; one may occur more than once.
+            each: what `clients[j]` alone is sent.
+            submodels: the part of the model that `clients[j]` holds.
+            message: what everyone is sent.
+            round_: the communication round.
+            iteration: the iteration of the algorithm.
+
+        Returns:
+            The tasks, in the order of `clients`.
+        """
         self._check(phase, clients, each, submodels)
         broadcasts: dict[Submodel | None, Broadcast] = {}
-        for index, part in enumerate(dict.fromkeys(submodels or [None])):
-            key = fold_in(fold_in(root(self.seed, "stages"), self.made), index)
-            broadcasts[part] = self._broadcast(phase, message, round_, iteration, part, key)
-        numbers = torch.arange(self.made, self.made + len(clients))
-        self.made += len(clients)
+        for index, submodel in enumerate(dict.fromkeys(submodels or [None])):
+            key = fold_in(fold_in(root(self.seed, "stages"), self.tasks_made), index)
+            broadcasts[submodel] = self._broadcast(phase, message, round_, iteration, submodel, key)
+        numbers = torch.arange(self.tasks_made, self.tasks_made + len(clients))
+        self.tasks_made += len(clients)
         keys = fold_in(fold_in(root(self.seed, phase.name), numbers), torch.tensor(clients))
         weights = self.weights()
         columns = zip(
-            [broadcasts[part] for part in submodels or [None] * len(clients)],
+            [broadcasts[submodel] for submodel in submodels or [None] * len(clients)],
             numbers.tolist(),
             itertools.count(),
             clients,
@@ -89,19 +105,23 @@ class Assigner:
         )
         return [Task(*column) for column in columns]
 
-    def _check(self, phase: Phase, clients: Sequence[int], each: Own, submodels: Submodels) -> None:
+    def _check(
+        self,
+        phase: Phase,
+        clients: Sequence[int],
+        each: ClientMessages,
+        submodels: Submodels,
+    ) -> None:
         if not isinstance(phase, Phase):
             raise TypeError(f"phase is {phase!r}; it must be a Phase, such as Descend(lr_x=0.1)")
         for client in clients:
             checks.integer("client", client, least=0, most=self.clients - 1)
-        if each is not None and len(each) != len(clients):
-            raise ValueError(
-                f"each has {len(each)} entries; it must have one for each of {len(clients)} clients"
-            )
-        if submodels is not None and len(submodels) != len(clients):
-            raise ValueError(
-                f"submodels has {len(submodels)} entries; it must have one for each of {len(clients)}"
-            )
+        for name, entries in (("each", each), ("submodels", submodels)):
+            if entries is not None and len(entries) != len(clients):
+                raise ValueError(
+                    f"{name} has {len(entries)} entries; "
+                    f"it must have one for each of {len(clients)} clients"
+                )
 
     def _broadcast(
         self,
@@ -109,26 +129,30 @@ class Assigner:
         message: Mapping[str, Any],
         round_: int,
         iteration: int,
-        part: Submodel | None,
+        submodel: Submodel | None,
         key: Tensor,
     ) -> Broadcast:
-        """A message, cut to a submodel, with its stages: encoded here, and decoded as every client would."""
-        if part:
-            message = {
-                name: part.cut(value) if isinstance(value, Tree) else value
-                for name, value in message.items()
-            }
-        if not self.down:
-            return Broadcast(phase, message, round_, iteration, part, stages=self.up)
-        kinds = kinds_of(message, self.problem)
-        payload, _ = encoded(self.down, message, kinds, key, {})
-        received = decoded(self.down, payload, kinds, like(kinds, self.problem, part))
-        return Broadcast(phase, received, round_, iteration, part, payload, self.up)
+        """Cut a message to a submodel and send it through its stages.
+
+        The message is decoded here, as every client would decode it.
+        """
+        if submodel:
+            parts = {}
+            for name, value in message.items():
+                parts[name] = submodel.cut(value) if isinstance(value, Tree) else value
+            message = parts
+        if not self.message_stages:
+            return Broadcast(phase, message, round_, iteration, submodel, stages=self.reply_stages)
+        kinds = message_kinds(message, self.problem)
+        payload, _ = encode_values(self.message_stages, message, kinds, key, {})
+        like = templates(kinds, self.problem, submodel)
+        received = decode_values(self.message_stages, payload, kinds, like)
+        return Broadcast(phase, received, round_, iteration, submodel, payload, self.reply_stages)
 
     def _steps(self, phase: Phase, keys: Tensor, clients: Sequence[int], round_: int) -> list[int]:
         """How many steps each client takes."""
         if phase.steps == "local":
-            return self.environment.steps(fold_in(keys, 0), clients)
+            return self.environment.draw_local_steps(fold_in(keys, 0), clients)
         if phase.epochs is None:
             return [int(phase.steps)] * len(clients)
         steps = []
@@ -138,38 +162,59 @@ class Assigner:
             steps.append(phase.steps_on(samples, self.environment.batch_size))
         return steps
 
-    def plain(self, tasks: Sequence[Task]) -> dict[str, Any]:
-        """Tasks as plain values and tensors, for a file."""
-        broadcasts = list(by_broadcast(tasks))
-        numbers = {broadcast: number for number, broadcast in enumerate(broadcasts)}
+    def tasks_to_dict(self, tasks: Sequence[Task]) -> dict[str, Any]:
+        """Tasks as plain values and tensors, for a checkpoint; `tasks_from_dict` reads them."""
+        broadcasts = list(group_by_broadcast(tasks))
+        index_of = {broadcast: index for index, broadcast in enumerate(broadcasts)}
         return {
-            "broadcasts": [_plain(b) for b in broadcasts],
-            "tasks": [t.plain(numbers[t.broadcast]) for t in tasks],
+            "broadcasts": [_plain_broadcast(broadcast) for broadcast in broadcasts],
+            "tasks": [_plain_task(task, index_of[task.broadcast]) for task in tasks],
         }
 
-    def load(self, plain: Mapping[str, Any], device: str) -> list[Task]:
-        """The tasks that `plain` describes."""
+    def tasks_from_dict(self, plain: Mapping[str, Any], device: str) -> list[Task]:
+        """The tasks that plain values describe, with their tensors on a device."""
         axes = self.problem.axes
-        total = units(axes, {**self.problem.x, **self.problem.y})
+        total = count_units(axes, {**self.problem.x, **self.problem.y})
 
-        def here(values: Any) -> Any:
+        def to_device(values: Any) -> Any:
             return pytree.tree_map_only(Tensor, lambda t: t.to(device), values)
 
         broadcasts = []
         for phase, message, round_, iteration, kept in plain["broadcasts"]:
-            part = kept and Submodel(axes, total, kept)
             broadcasts.append(
-                Broadcast(Phase.load(phase), here(message), round_, iteration, part, stages=self.up)
+                Broadcast(
+                    Phase.from_dict(phase),
+                    to_device(message),
+                    round_,
+                    iteration,
+                    kept and Submodel(axes, total, kept),
+                    stages=self.reply_stages,
+                )
             )
-        return [Task(broadcasts[number], *here(rest)) for number, *rest in plain["tasks"]]
+        return [Task(broadcasts[index], *to_device(rest)) for index, *rest in plain["tasks"]]
 
 
-def _plain(broadcast: Broadcast) -> tuple[Any, ...]:
-    kept = dict(broadcast.submodel.kept) if broadcast.submodel else None
+def _plain_broadcast(broadcast: Broadcast) -> tuple[Any, ...]:
+    kept = None
+    if broadcast.submodel:
+        kept = dict(broadcast.submodel.kept)
     return (
-        broadcast.phase.plain(),
+        broadcast.phase.to_dict(),
         dict(broadcast.message),
         broadcast.round,
         broadcast.iteration,
         kept,
+    )
+
+
+def _plain_task(task: Task, broadcast_index: int) -> tuple[Any, ...]:
+    return (
+        broadcast_index,
+        task.number,
+        task.position,
+        task.client,
+        task.steps,
+        dict(task.client_message),
+        task.key,
+        task.weight,
     )

@@ -1,4 +1,4 @@
-"""How a real federation is conducted: settings that a simulation has no use for."""
+"""`Conduct`: settings of a real federation that a simulation has no use for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,29 @@ from fedbilevel.core.settings import Count, Positive
 
 @dataclass(frozen=True)
 class Conduct:
-    """How the server deals with real clients.
+    """How a server treats real clients: deadlines, bounds on replies, exclusion and waiting.
 
-    deadline_s: a task that takes longer is lost. norm_bound: trees of a reply that are longer are clipped to
-    it, as by `fedbilevel.stages.Clip`. strikes: a client
-    with so many refused replies is put aside for the rest of the run. start_clients: how many must have joined before
-    round 1 (None: all). wait_s: how long to wait for enough clients before giving up.
+    Args:
+        deadline_s: seconds that a client has for a task. A task that takes longer is lost, and a
+            later reply is ignored.
+        norm_bound: the largest Euclidean norm of a tree in a reply; a longer one is clipped to it,
+            as by `fedbilevel.stages.Clip`. None: replies are not clipped.
+        strikes: how many replies of a client are refused before it is given no more tasks for the
+            rest of the run.
+        start_clients: how many clients must have joined before round 1. None: all of them.
+        wait_s: seconds to wait for enough clients before the run is given up.
+
+    Raises:
+        ValueError: a value is out of its range.
+        TypeError: a value has a wrong type.
+
+    Example:
+        >>> from fedbilevel.federation.conduct import Conduct
+        >>> Conduct(deadline_s=30.0, strikes=1).wait_s
+        3600.0
+        >>> Conduct(deadline_s=0)
+        Traceback (most recent call last):
+        ValueError: deadline_s is 0; it must be above 0
     """
 
     deadline_s: Positive = 600.0

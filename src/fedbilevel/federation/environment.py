@@ -1,12 +1,16 @@
-"""The conditions a method meets: who takes part, how long each client works, on how much data at a time, and faults."""
+"""`Environment`: the conditions under which clients take part.
+
+How many take part in a round, how many local steps each takes, on how much data at a time, how much
+of the model it can hold, and, in simulations, delays and faults.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
+from torch import Tensor
 
 from fedbilevel.core import checks, settings
 from fedbilevel.core.rng import fold_in, integers
@@ -15,7 +19,7 @@ from fedbilevel.federation.delays import DelayModel, Faults, Stragglers, Trace
 from fedbilevel.federation.stages import Stages
 
 
-def _check_local_steps(name: str, value: Any) -> Any:
+def _check_local_steps(name: str, value: object) -> object:
     if not isinstance(value, (tuple, list)):
         return checks.integer(name, value, least=1)
     for steps in value:
@@ -25,8 +29,8 @@ def _check_local_steps(name: str, value: Any) -> Any:
     return value
 
 
-def _read_local_steps(key: str, value: Any) -> Any:
-    """In TOML an array of two is a range, and {clients = [...]} has one entry per client."""
+def _read_local_steps(key: str, value: object) -> object:
+    """In TOML an array of two numbers is a range; {clients = [...]} has one entry per client."""
     if isinstance(value, list) and len(value) == 2:
         value = tuple(value)
     elif isinstance(value, dict) and isinstance(value.get("clients"), list) and len(value) == 1:
@@ -37,7 +41,7 @@ def _read_local_steps(key: str, value: Any) -> Any:
     return _check_local_steps(key, value)
 
 
-def _check_capacity(name: str, value: Any) -> Any:
+def _check_capacity(name: str, value: object) -> object:
     if not isinstance(value, list):
         return checks.fraction(name, value)
     if not value:
@@ -45,12 +49,14 @@ def _check_capacity(name: str, value: Any) -> Any:
     return [checks.fraction(name, ratio) for ratio in value]
 
 
-def _read_batch_size(key: str, value: Any) -> Any:
+def _read_batch_size(key: str, value: object) -> object:
     """TOML has no None: the full batch is called "full"."""
-    return None if value == "full" else _BATCH_SIZE.read(key, value)
+    if value == "full":
+        return None
+    return _BATCH_SIZE.read(key, value)
 
 
-_BATCH_SIZE = settings.rule(Count | None)
+_BATCH_SIZE = settings.rule_for(Count | None)
 BatchSize = Annotated[int | None, Rule(_BATCH_SIZE.text, _BATCH_SIZE.check, _read_batch_size)]
 LocalSteps = Annotated[
     int | tuple[int, int] | list[int],
@@ -68,19 +74,43 @@ Capacity = Annotated[
 
 @dataclass(frozen=True)
 class Environment:
-    """Participation, local steps and batch size; in simulations also delays, stragglers and faults.
+    """The conditions under which clients take part: the same for every algorithm.
 
-    participation: clients a round as a whole number, or a fraction in (0, 1]; 1.0 is everyone. Without a barrier: how
-    many arrivals a `collect` waits for.
-    local_steps: a number, a tuple (low, high) drawn for each client each round, or a list, one entry a client.
-    batch_size: samples a mini-batch, drawn without replacement; None is the full batch.
-    min_replies: an `ask` with fewer accepted replies ends the run.
-    delay: how long a task takes in virtual seconds, whatever its steps (`fedbilevel.delays`); None is no time.
-    stragglers: clients that take longer. deadline: an `ask` waits no longer, and later replies are lost. faults: what
-    goes wrong.
-    capacity: how wide a submodel a client can hold, as a ratio in (0, 1]; a list is dealt to the clients in turn.
-    capacity_y: the same for what is in y alone, where it differs.
-    stages: what messages and replies go through on their way (`fedbilevel.stages`).
+    Args:
+        participation: the size of a cohort: a whole number of clients, or a fraction of them in
+            (0, 1]; 1.0 is everyone. For algorithms without a barrier, the number of arrivals that a
+            `collect` waits for.
+        local_steps: the steps that a client takes in a phase with local steps: one number for all,
+            a tuple (low, high) from which a number is drawn uniformly for each client and round, or
+            a list with one entry per client.
+        batch_size: samples per mini-batch, drawn without replacement; None is the full batch.
+        min_replies: the quorum. An `ask` with fewer accepted replies ends the run, and `sample`
+            waits until as many clients are available.
+        delay: how long a task takes in virtual seconds, whatever its number of steps: one of
+            `fedbilevel.delays`. None: tasks take no time. For simulations, as are the next three.
+        stragglers: clients that take longer (`fedbilevel.delays.Stragglers`). None: no client does.
+        deadline: the virtual seconds that an `ask` waits; a later reply is lost. None: it waits for
+            everyone. Tasks that are posted have no deadline.
+        faults: what goes wrong (`fedbilevel.delays.Faults`). None: nothing does.
+        capacity: the fraction of the units of a model that a client can hold, in (0, 1]: one number
+            for all, or a list that is dealt to the clients in turn.
+        capacity_y: the same for the axes that only tensors of y have. None: `capacity`.
+        stages: the transformations that messages and replies go through (`fedbilevel.stages`).
+
+    Raises:
+        ValueError: a value is out of its range, `stragglers`, `deadline` or `faults.leave` is given
+            without a delay, or a stage that remembers is combined with submodels.
+        TypeError: a value has a wrong type.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> environment = fb.Environment(participation=0.5, local_steps=(1, 5), batch_size=32)
+        >>> environment.cohort_size(clients=10)
+        5
+        >>> slow = fb.Environment(delay=fb.delays.LogNormal(), deadline=3.0, min_replies=2)
+        >>> fb.Environment(participation=1.5)
+        Traceback (most recent call last):
+        ValueError: participation is 1.5; it must be in (0, 1]
     """
 
     participation: Count | Fraction = 1.0
@@ -98,10 +128,11 @@ class Environment:
     def __post_init__(self) -> None:
         settings.check(self)
         for stage in self.stages:
-            if stage.remembers and self.submodels:
+            if stage.remembers and self.uses_submodels:
                 raise ValueError(
-                    f"stages holds {stage}, which remembers, and capacity is {self.capacity}; what it remembers would "
-                    "belong to other units of the next submodel: capacity must be 1"
+                    f"stages holds {stage}, which remembers, and capacity is {self.capacity}; "
+                    "the units of a submodel change, and its memory would belong to others: "
+                    "capacity must be 1"
                 )
         if self.delay is None:
             self._check_without_delay()
@@ -112,19 +143,26 @@ class Environment:
                 reason = "without delays there are none"
                 raise ValueError(f"{name} is {value} but delay is None; {reason}")
         if self.faults and self.faults.leave:
-            raise ValueError(
-                f"faults.leave is {self.faults.leave} but delay is None; without delays no time passes"
-            )
+            reason = "without delays no time passes"
+            raise ValueError(f"faults.leave is {self.faults.leave} but delay is None; {reason}")
 
     def check(self, clients: int) -> None:
-        """What can only be known with the clients at hand."""
+        """Check what depends on the number of clients.
+
+        Args:
+            clients: how many clients are registered.
+
+        Raises:
+            ValueError: a value does not fit that number.
+        """
         if isinstance(self.participation, int) and self.participation > clients:
             raise ValueError(
                 f"participation is {self.participation}; there are only {clients} clients"
             )
-        if self.min_replies > self.cohort(clients):
+        cohort_size = self.cohort_size(clients)
+        if self.min_replies > cohort_size:
             raise ValueError(
-                f"min_replies is {self.min_replies}; only {self.cohort(clients)} clients are asked a round"
+                f"min_replies is {self.min_replies}; only {cohort_size} clients are asked per round"
             )
         if self.stragglers is not None and self.stragglers.clients > clients:
             raise ValueError(
@@ -133,35 +171,33 @@ class Environment:
         if isinstance(self.delay, Trace):
             self.delay.check(clients)
         if isinstance(self.local_steps, list) and len(self.local_steps) != clients:
+            entries = len(self.local_steps)
             raise ValueError(
-                f"local_steps is a list of {len(self.local_steps)} entries; there are {clients} clients"
+                f"local_steps is a list of {entries} entries; there are {clients} clients"
             )
 
-    def cohort(self, clients: int) -> int:
-        """How many clients a round has."""
+    def cohort_size(self, clients: int) -> int:
+        """How many of `clients` clients take part in a round: at least one."""
         if isinstance(self.participation, int):
             return self.participation
         return max(1, round(self.participation * clients))
 
     @property
-    def submodels(self) -> bool:
+    def uses_submodels(self) -> bool:
         """Whether some clients hold less than the whole model."""
-        return any(
-            ratio < 1 for turn in (self.capacity, self.capacity_y or 1.0) for ratio in _list(turn)
-        )
+        ratios = [*_as_list(self.capacity), *_as_list(self.capacity_y or 1.0)]
+        return min(ratios) < 1
 
     def capacities(self, clients: Sequence[int]) -> list[tuple[float, float]]:
-        """The ratios of these clients, for x and for what is in y alone."""
-        both = (
-            _list(self.capacity),
-            _list(self.capacity if self.capacity_y is None else self.capacity_y),
-        )
-        return [
-            (both[0][client % len(both[0])], both[1][client % len(both[1])]) for client in clients
-        ]
+        """For each of these clients, its capacity for x and for what is in y alone."""
+        for_x = _as_list(self.capacity)
+        for_y = for_x
+        if self.capacity_y is not None:
+            for_y = _as_list(self.capacity_y)
+        return [(for_x[client % len(for_x)], for_y[client % len(for_y)]) for client in clients]
 
-    def steps(self, keys: torch.Tensor, clients: Sequence[int]) -> list[int]:
-        """tau_i of these clients, one key each."""
+    def draw_local_steps(self, keys: Tensor, clients: Sequence[int]) -> list[int]:
+        """tau_i, the number of local steps, of each of these clients; one key per client."""
         if isinstance(self.local_steps, list):
             return [self.local_steps[client] for client in clients]
         if isinstance(self.local_steps, tuple):
@@ -169,5 +205,7 @@ class Environment:
         return [self.local_steps] * len(clients)
 
 
-def _list(value: float | list[float]) -> list[float]:
-    return value if isinstance(value, list) else [value]
+def _as_list(value: float | list[float]) -> list[float]:
+    if isinstance(value, list):
+        return value
+    return [value]

@@ -1,4 +1,9 @@
-"""The federation: what an algorithm sees of its clients, the same on every transport."""
+"""The federation: what an algorithm sees of its clients, the same on every transport.
+
+`Federation.sample` draws cohorts; `ask`, `post` and `collect` exchange messages and replies with
+clients. Whatever a transport reports passes through `Federation._handle_report`, where bytes and
+costs are booked and replies are handed to `Replies`, which refuses wrong ones.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +24,58 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, integers, root, subset
 from fedbilevel.core.tree import nbytes
 from fedbilevel.federation import ledger as events
-from fedbilevel.federation._assignment import Assigner, Own, Submodels
+from fedbilevel.federation._assignment import Assigner, ClientMessages, Submodels
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import QuorumError, Replies
-from fedbilevel.federation.task import Broadcast, Results, Task
+from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
+
+# Recorded numbers whose name begins with one of these words are not averaged.
+EXTREMES: dict[str, Callable[..., float]] = {"max": max, "min": min}
 
 
 class Federation:
-    """Asks clients to run phases, checks and averages what they reply, and books what it costs.
+    """Asks clients to run phases, checks and averages their replies, and books what it costs.
 
-    `ask` is a barrier and one communication round; `post` and `collect` are the same without the barrier. A client has
-    at most one posted task at a time, and posted tasks are of one phase at a time.
+    `ask` waits for all replies: it is a barrier, and one communication round. `post` and `collect`
+    are the same without the barrier: a client then has at most one task in flight, all tasks in
+    flight are of one phase, and every `collect` is a round. `len(fed)` is the number of registered
+    clients.
 
     Args:
         problem: what is solved.
         clients: how many clients are registered.
         transport: carries tasks to the clients and tells the time.
-        environment: the conditions under which clients take part.
+        environment: the conditions under which clients take part; by default everyone, always.
         weights: returns p_i for each client; called when it is first needed.
-        seed: of everything that is drawn.
+        seed: the root of everything that is drawn.
         device: where the server computes.
+
+    Attributes:
+        iteration: completed iterations of the algorithm; the run counts them.
+        ledger: what the run has cost so far.
+        in_flight: the posted tasks that have not ended, by client.
+
+    Raises:
+        ValueError: the environment does not fit the number of clients, or the seed is negative.
+
+    Example:
+        One step of SimFBO by hand:
+
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> fed = fb.simulated_federation(task.problem, task.clients)
+        >>> method = fb.algorithms.SimFBO()
+        >>> s = method.init(task.problem)
+        >>> replies = fed.ask(method.descend(), fed.sample(), x=s.x, y=s.y, z=s.z)
+        >>> x = s.x - 0.1 * replies.mean("qx")
+        >>> fed.ledger.rounds
+        1
     """
 
+    # What `mark` and `snapshot` keep of the attributes; their names are keys of a checkpoint.
     KEPT = (
         "iteration",
         "cohorts",
@@ -68,7 +100,7 @@ class Federation:
         self.environment = environment or Environment()
         self.environment.check(clients)
         self.problem = problem
-        self.n = clients
+        self.clients = clients
         self.transport = transport
         self.weights = weights
         self.seed = checks.integer("seed", seed, least=0)
@@ -77,45 +109,87 @@ class Federation:
             problem, clients, self.environment, weights, transport.samples, seed
         )
         self.ledger = Ledger()
-        self.iteration = 0  # completed iterations of the algorithm
-        self.cohorts = 0
-        self.draws = 0
-        self.recorded: dict[str, tuple[float | Tensor, int]] = {}  # sums or extremes, and counts
-        self.heard: set[int] = set()
-        self.in_flight: dict[int, Task] = {}  # posted tasks that have not ended, by client
-        self.unjudged: tuple[int, Replies] | None = (
-            None  # how many were asked, and replies taken unchecked
-        )
+        self.iteration = 0
+        self.cohorts = 0  # how many cohorts were drawn
+        self.draws = 0  # how many numbers the server has drawn
+        # The sum or the extreme of the numbers recorded under each name, and their count.
+        self.recorded: dict[str, tuple[float | Tensor, int]] = {}
+        self.heard: set[int] = set()  # clients whose replies were collected
+        self.in_flight: dict[int, Task] = {}
+        # The replies of the last `ask` until they are checked, and how many clients were asked.
+        self.pending: tuple[int, Replies] | None = None
         self.deferred_quorum_error = ""
 
     def __len__(self) -> int:
         """The number of registered clients."""
-        return self.n
+        return self.clients
 
     @property
     def now(self) -> float:
-        """Seconds since the run began; virtual ones in a simulation."""
+        """Seconds since the run began; virtual seconds in a simulation.
+
+        Example:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> environment = fb.Environment(delay=fb.delays.Constant(2.0))
+            >>> fed = fb.simulated_federation(task.problem, task.clients, environment)
+            >>> method = fb.algorithms.SimFBO()
+            >>> s = method.init(task.problem)
+            >>> replies = fed.ask(method.descend(), fed.sample(), x=s.x, y=s.y, z=s.z)
+            >>> fed.now
+            2.0
+        """
         return self.transport.now
 
     def sample(self) -> list[int]:
-        """The cohort of a round: distinct clients, drawn uniformly among those that are neither busy nor away.
+        """Draw the cohort of a round.
 
-        If there are fewer than `min_replies` of them, time passes until there are so many.
+        Its size is `Environment.participation`. Clients are drawn uniformly and without replacement
+        from those that are available, that is neither busy with a posted task nor away; if fewer
+        are available, all of them are drawn. While fewer than `min_replies` are available, time
+        passes.
+
+        Returns:
+            Distinct clients. The draw is keyed by the seed and the number of cohorts drawn before.
+
+        Raises:
+            QuorumError: too few clients have become available in time (real federations only).
+
+        Example:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=10)
+            >>> environment = fb.Environment(participation=0.3)
+            >>> fed = fb.simulated_federation(task.problem, task.clients, environment)
+            >>> len(set(fed.sample()))
+            3
         """
-        absent = self.transport.absent(self.environment.min_replies, self.in_flight)
+        unavailable = self.transport.unavailable(self.environment.min_replies, self.in_flight)
         key = fold_in(root(self.seed, "cohort"), self.cohorts)
         self.cohorts += 1
-        size = self.environment.cohort(len(self))
-        if not absent:
+        size = self.environment.cohort_size(len(self))
+        if not unavailable:
             return subset(key, len(self), size)
-        candidates = subset(
-            key, len(self), size + len(absent)
-        )  # costs nothing per registered client
-        present = [client for client in candidates if client not in absent]
-        return [present[place] for place in subset(fold_in(key, 1), len(present), size)]
+        # Enough candidates that a full cohort remains. No list of all registered clients is made.
+        candidates = subset(key, len(self), size + len(unavailable))
+        available = [client for client in candidates if client not in unavailable]
+        return [available[j] for j in subset(fold_in(key, 1), len(available), size)]
 
     def draw(self, count: int) -> int:
-        """A choice of the server's own among 0 .. count - 1, uniform and keyed."""
+        """Draw a number for the server, uniformly from 0, ..., count - 1.
+
+        Args:
+            count: how many numbers there are to choose from.
+
+        Returns:
+            The number. The draw is keyed by the seed and the number of such draws before.
+
+        Example:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> fed = fb.simulated_federation(task.problem, task.clients)
+            >>> fed.draw(5) in range(5)
+            True
+        """
         key = fold_in(root(self.seed, "server"), self.draws)
         self.draws += 1
         return int(integers(key, 0, count - 1))
@@ -125,44 +199,95 @@ class Federation:
         phase: Phase,
         clients: Sequence[int],
         *,
-        each: Own = None,
+        each: ClientMessages = None,
         submodels: Submodels = None,
         **message: Any,
     ) -> Replies:
-        """Have clients run a phase, and wait for all replies.
+        """Have clients run a phase, and wait for all replies: one communication round.
 
         Args:
             phase: what each client does.
             clients: whom to ask; a client may be asked more than once.
             each: what `clients[j]` alone is sent.
-            submodels: one per client; the trees in `message` are cut to it, and so is the reply. None: the whole model.
-            **message: what everyone is sent.
+            submodels: the part of the model that `clients[j]` holds: trees in `message` are cut to
+                it, and so is the reply. None is the whole model, for one client or for all.
+            **message: what everyone is sent: trees, tensors and numbers by name.
+
+        Returns:
+            The accepted replies.
+
+        Raises:
+            QuorumError: fewer than `Environment.min_replies` replies were accepted. For replies
+                that are summed on a GPU it is raised one round later.
+            ClientError: a client's own code or data failed.
+            ValueError: a client does not exist, or `each` or `submodels` has a wrong length.
+            TypeError: `phase` is not a `Phase`, or replies with something else than it declares.
+
+        Example:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> fed = fb.simulated_federation(task.problem, task.clients)
+            >>> method = fb.algorithms.SimFBO()
+            >>> s = method.init(task.problem)
+            >>> replies = fed.ask(method.descend(), [0, 2], x=s.x, y=s.y, z=s.z)
+            >>> [reply.client for reply in replies]
+            [0, 2]
         """
         tasks = self.assigner.assign(
             phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration
         )
-        self.ledger.book(events.Round(phase.name))
-        replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
+        replies = self._start_round(phase)
         reports: Iterable[Report] = itertools.chain(
             self.transport.send(tasks, True), self.transport.receive(tasks, len(tasks))
         )
         if not self.transport.ordered:
-            reports = _in_order(reports)
+            reports = _in_client_order(reports)
         for report in reports:
-            self._take(report, replies)
+            self._handle_report(report, replies)
         replies.idle = [task.client for task in sorted(tasks, key=_end_time)]
-        return self._quorum(len(tasks), replies)
+        # While these replies are computed on a GPU, those of the last `ask` are checked.
+        self.check_pending()
+        self.pending = len(tasks), replies
+        if not replies.has_pending:
+            self.check_pending()
+        self.record(**replies.coverage())
+        return replies
 
     def post(
         self,
         phase: Phase,
         clients: Sequence[int],
         *,
-        each: Own = None,
+        each: ClientMessages = None,
         submodels: Submodels = None,
         **message: Any,
     ) -> None:
-        """Have clients run a phase, without waiting; the arguments are those of `ask`."""
+        """Have clients run a phase, without waiting for replies; `collect` fetches them.
+
+        Args:
+            phase: what each client does.
+            clients: who gets a task; each must have none in flight.
+            each: what `clients[j]` alone is sent.
+            submodels: the part of the model that `clients[j]` holds; see `ask`.
+            **message: what everyone is sent.
+
+        Raises:
+            RuntimeError: a client would have two tasks in flight, or tasks of another phase are in
+                flight.
+            ValueError: a client does not exist, or `each` or `submodels` has a wrong length.
+
+        Example:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> environment = fb.Environment(delay=fb.delays.LogNormal())
+            >>> fed = fb.simulated_federation(task.problem, task.clients, environment)
+            >>> method = fb.algorithms.SimFBO()
+            >>> s = method.init(task.problem)
+            >>> fed.post(method.descend(), range(4), x=s.x, y=s.y, z=s.z)
+            >>> replies = fed.collect(2)
+            >>> len(replies), len(fed.in_flight)
+            (2, 2)
+        """
         for client, times in Counter(clients).items():
             if client in self.in_flight or times > 1:
                 raise RuntimeError(
@@ -179,20 +304,36 @@ class Federation:
         )
         self.in_flight |= {task.client: task for task in tasks}
         for report in self.transport.send(tasks, False):
-            self._take(report, None)
+            self._handle_report(report, None)
 
     def collect(self, count: int | None = None) -> Replies:
-        """The next `count` accepted arrivals (by default the environment's participation), or all there are."""
+        """Wait for the next replies of posted tasks: one communication round.
+
+        There is no quorum: fewer replies than `count` are returned if nothing else is in flight.
+        `Replies.idle` has the clients that can be given a new task.
+
+        Args:
+            count: how many accepted replies to wait for; by default `Environment.participation`.
+
+        Returns:
+            The accepted replies, at most `count`.
+
+        Raises:
+            RuntimeError: nothing is in flight.
+            ValueError: `count` is below 1.
+            ClientError: a client's own code or data failed.
+
+        Example:
+            See `post`.
+        """
         if not self.in_flight:
             raise RuntimeError(
                 "nothing is in flight, so nothing can be collected; post a task first"
             )
         if count is None:
-            count = self.environment.cohort(len(self))
+            count = self.environment.cohort_size(len(self))
         checks.integer("count", count, least=1)
-        phase = next(iter(self.in_flight.values())).broadcast.phase
-        self.ledger.book(events.Round(phase.name))
-        replies = Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
+        replies = self._start_round(next(iter(self.in_flight.values())).broadcast.phase)
         while self.in_flight and len(replies) < count:
             reports = list(self.transport.receive(None, count - len(replies)))
             if not reports:
@@ -200,167 +341,197 @@ class Federation:
                 raise RuntimeError(
                     f"{name} reports nothing of {len(self.in_flight)} tasks in flight"
                 )
-            for task in sorted(_ended(reports), key=_end_time):
+            for task in sorted(_ended_tasks(reports), key=_end_time):
                 task.position = len(replies.idle)
                 replies.idle.append(task.client)
             for report in reports:
-                self._take(report, replies)
-        self._refused(replies)
+                self._handle_report(report, replies)
+        self._count_refused(replies)
         self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:
             self.record(staleness=sum(staleness) / len(staleness), max_staleness=max(staleness))
             self.heard |= {reply.client for reply in replies}
         return replies
 
-    @contextmanager
-    def uncharged(self) -> Iterator[None]:
-        """Within, exchanges cost nothing and take no time: only to simulate what a paper takes to be free."""
-        self.settle()  # replies taken unchecked are counted where they were spent
-        booked = self.ledger
-        self.ledger = deepcopy(booked)
-        try:
-            with self.transport.standstill():
-                yield
-                self.settle()
-        finally:
-            self.ledger = booked
+    def _start_round(self, phase: Phase) -> Replies:
+        self.ledger.book(events.RoundStarted(phase.name))
+        return Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
 
-    def record(self, **values: float | Tensor) -> None:
-        """An algorithm's own numbers for the metrics; averaged between evaluations.
-
-        Of what is called max_... or min_... the extreme is kept.
-        """
-        for name, value in values.items():
-            total, count = self.recorded.get(name, (0.0, 0))
-            extreme = EXTREMES.get(name.split("_")[0])
-            if extreme and count:
-                self.recorded[name] = (extreme(float(total), float(value)), count + 1)
-            else:  # tensors stay where they are: a GPU is not waited for
-                self.recorded[name] = (
-                    total + (value.double() if isinstance(value, Tensor) else value),
-                    count + 1,
-                )
-
-    def records(self) -> dict[str, float]:
-        """What was recorded since the last call."""
-        found = {}
-        for name, (total, count) in self.recorded.items():
-            found[name] = float(total) / (1 if name.split("_")[0] in EXTREMES else count)
-        if self.heard:
-            found["participants"] = len(self.heard)
-        self.recorded = {}
-        self.heard = set()
-        return found
-
-    def settle(self) -> None:
-        """Judge the replies that were taken unchecked, if any."""
-        self._judge()
-        if self.deferred_quorum_error:
-            raise QuorumError(self.deferred_quorum_error)
-
-    def mark(self) -> dict[str, Any]:
-        """What `back` needs to undo an iteration, until the next mark."""
-        kept = {name: copy(getattr(self, name)) for name in self.KEPT}
-        kept |= {
-            "ledger": self.ledger.mark(),
-            "unjudged": self.unjudged,
-            "transport": self.transport.mark(),
-        }
-        return {**kept, "tasks": self.assigner.made}
-
-    def back(self, mark: Mapping[str, Any]) -> None:
-        self.ledger.back(mark["ledger"])
-        self.transport.back(mark["transport"])
-        self.unjudged = mark["unjudged"]
-        self.assigner.made = mark["tasks"]
-        for name in self.KEPT:
-            setattr(self, name, copy(mark[name]))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything but the algorithm's state that the next iteration depends on, for a file."""
-        self._judge()
-        return {
-            **{name: getattr(self, name) for name in self.KEPT},
-            "ledger": asdict(self.ledger),
-            "recorded": {
-                name: (float(total), count) for name, (total, count) in self.recorded.items()
-            },
-            "heard": sorted(self.heard),
-            "tasks": self.assigner.made,
-            "in_flight": self.assigner.plain(list(self.in_flight.values())),
-            "transport": self.transport.snapshot(),
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on from a snapshot."""
-        for name in self.KEPT:
-            setattr(self, name, copy(snapshot[name]))
-        self.ledger = Ledger.load(snapshot["ledger"])
-        self.heard = set(snapshot["heard"])
-        self.assigner.made = snapshot["tasks"]
-        self.in_flight = {
-            task.client: task for task in self.assigner.load(snapshot["in_flight"], self.device)
-        }
-        self.transport.restore(snapshot["transport"], self.in_flight)
-
-    def _take(self, report: Report, replies: Replies | None) -> None:
-        """Book what a transport reports, and add what has arrived to the replies."""
+    def _handle_report(self, report: Report, replies: Replies | None) -> None:
+        """Book what a transport reports, and hand replies that arrived to `replies`."""
         if isinstance(report, Departed):
-            self.ledger.book(_sent(report.tasks))
+            self.ledger.book(_messages_sent(report.tasks))
             return
         assert replies is not None
         match report:
             case Arrived(results):
                 clients = [task.client for task in results.tasks]
                 sizes = [results.nbytes] * len(clients)
-                self.ledger.book(events.Worked(replies.phase.name, clients, results.costs, sizes))
+                self.ledger.book(
+                    events.TasksDone(replies.phase.name, clients, results.costs, sizes)
+                )
                 replies.accept(results, self.iteration)
-            case Missed(task, cost, put_aside):
+            case Missed(task, cost, excluded):
                 if cost is not None:
-                    self.ledger.book(events.Worked(replies.phase.name, [task.client], [cost], [0]))
-                if not put_aside:
-                    self.ledger.book(events.Lost())
+                    self.ledger.book(
+                        events.TasksDone(replies.phase.name, [task.client], [cost], [0])
+                    )
+                if not excluded:
+                    self.ledger.book(events.TaskLost())
             case Rejected(client, why):
                 replies.refuse(client, why)
-        for task in _ended([report]):
+        for task in _ended_tasks([report]):
             if self.in_flight.get(task.client) is task:
                 del self.in_flight[task.client]
 
-    def _quorum(self, asked: int, replies: Replies) -> Replies:
-        """The end of an `ask`. Replies that were taken unchecked are judged when the next are there: a GPU is then
-        busy with those."""
-        self.settle()
-        self.unjudged = asked, replies
-        if not replies.unchecked:
-            self.settle()
-        self.record(**replies.coverage())
-        return replies
+    def check_pending(self) -> None:
+        """Check the replies of the last `ask`, if they are still pending, and its quorum.
 
-    def _judge(self) -> None:
-        if self.unjudged is None:
+        Raises:
+            QuorumError: too few of them were accepted.
+        """
+        self._conclude_ask()
+        if self.deferred_quorum_error:
+            raise QuorumError(self.deferred_quorum_error)
+
+    def _conclude_ask(self) -> None:
+        """Count the refused replies of the last `ask`, and note whether a quorum is missing."""
+        if self.pending is None:
             return
-        asked, replies = self.unjudged
-        self.unjudged = None
-        replies.settle()
-        self._refused(replies)
+        asked, replies = self.pending
+        self.pending = None
+        replies.check_pending()
+        self._count_refused(replies)
         needed = min(self.environment.min_replies, asked)
         if len(replies) < needed:
-            why = f" ({replies.refused[0]})" if replies.refused else ""
             accepted = f"{len(replies)} of {asked} replies were accepted"
-            self.deferred_quorum_error = (
-                f"{replies.label}: {accepted}, at least {needed} needed{why}"
-            )
+            error = f"{replies.label}: {accepted}, at least {needed} needed"
+            if replies.refused:
+                error += f" ({replies.refused[0]})"
+            self.deferred_quorum_error = error
 
-    def _refused(self, replies: Replies) -> None:
-        self.ledger.book(events.Refused(len(replies.refused)))
-        self.transport.refused(replies.refused_clients)
+    def _count_refused(self, replies: Replies) -> None:
+        self.ledger.book(events.RepliesRefused(len(replies.refused)))
+        self.transport.notify_refused(replies.refused_clients)
+
+    @contextmanager
+    def uncharged(self) -> Iterator[None]:
+        """A context in which exchanges cost nothing and take no time.
+
+        It is meant for simulations of a method whose paper takes an exchange to be free.
+
+        Raises:
+            RuntimeError: the transport has a real clock.
+        """
+        self.check_pending()  # pending replies are booked before the costs are set aside
+        booked = self.ledger
+        self.ledger = deepcopy(booked)
+        try:
+            with self.transport.paused_clock():
+                yield
+                self.check_pending()
+        finally:
+            self.ledger = booked
+
+    def record(self, **values: float | Tensor) -> None:
+        """Record numbers of an algorithm for the metrics.
+
+        Until the next evaluation they are averaged per name. Of names that begin with `max_` or
+        `min_` the extreme is kept.
+
+        Args:
+            **values: numbers or 0-d tensors, by name. Tensors stay on their device.
+
+        Example:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> fed = fb.simulated_federation(task.problem, task.clients)
+            >>> for value in (1.0, 4.0):
+            ...     fed.record(residual=value, max_residual=value)
+            >>> fed.records()
+            {'residual': 2.5, 'max_residual': 4.0}
+        """
+        for name, value in values.items():
+            total, count = self.recorded.get(name, (0.0, 0))
+            extreme = EXTREMES.get(name.split("_")[0])
+            if extreme and count:
+                total = extreme(float(total), float(value))
+            elif isinstance(value, Tensor):  # not converted: that would wait for a GPU
+                total = total + value.double()
+            else:
+                total = total + value
+            self.recorded[name] = (total, count + 1)
+
+    def records(self) -> dict[str, float]:
+        """What was recorded since the last call, for the metrics.
+
+        Returns:
+            The means and extremes by name, and "participants", the number of different clients
+            whose replies were collected (without a barrier only).
+        """
+        records = {}
+        for name, (total, count) in self.recorded.items():
+            records[name] = float(total)
+            if name.split("_")[0] not in EXTREMES:
+                records[name] /= count
+        if self.heard:
+            records["participants"] = len(self.heard)
+        self.recorded = {}
+        self.heard = set()
+        return records
+
+    def mark(self) -> dict[str, Any]:
+        """Mark the present state, for `rollback`; the previous mark is void."""
+        state = {name: copy(getattr(self, name)) for name in self.KEPT}
+        state["ledger"] = self.ledger.mark()
+        state["pending"] = self.pending
+        state["transport"] = self.transport.mark()
+        state["tasks"] = self.assigner.tasks_made
+        return state
+
+    def rollback(self, mark: Mapping[str, Any]) -> None:
+        """Undo everything since the mark."""
+        self.ledger.rollback(mark["ledger"])
+        self.transport.rollback(mark["transport"])
+        self.pending = mark["pending"]
+        self.assigner.tasks_made = mark["tasks"]
+        for name in self.KEPT:
+            setattr(self, name, copy(mark[name]))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that the next iteration depends on except the algorithm's state.
+
+        Returns:
+            Plain values and tensors, for a checkpoint.
+        """
+        self._conclude_ask()
+        recorded = {}
+        for name, (total, count) in self.recorded.items():
+            recorded[name] = (float(total), count)
+        return {
+            **{name: getattr(self, name) for name in self.KEPT},
+            "ledger": asdict(self.ledger),
+            "recorded": recorded,
+            "heard": sorted(self.heard),
+            "tasks": self.assigner.tasks_made,
+            "in_flight": self.assigner.tasks_to_dict(list(self.in_flight.values())),
+            "transport": self.transport.snapshot(),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Resume from a snapshot."""
+        for name in self.KEPT:
+            setattr(self, name, copy(snapshot[name]))
+        self.ledger = Ledger.from_dict(snapshot["ledger"])
+        self.heard = set(snapshot["heard"])
+        self.assigner.tasks_made = snapshot["tasks"]
+        tasks = self.assigner.tasks_from_dict(snapshot["in_flight"], self.device)
+        self.in_flight = {task.client: task for task in tasks}
+        self.transport.restore(snapshot["transport"], self.in_flight)
 
 
-EXTREMES: dict[str, Callable[..., float]] = {"max": max, "min": min}
-
-
-def _in_order(reports: Iterable[Report]) -> Iterator[Report]:
-    """The same reports, with the replies last, as one stack per broadcast in the order of the clients.
+def _in_client_order(reports: Iterable[Report]) -> Iterator[Report]:
+    """The same reports with the replies last: one stack per broadcast, in the order of the clients.
 
     Sums then do not depend on who was first.
     """
@@ -370,34 +541,37 @@ def _in_order(reports: Iterable[Report]) -> Iterator[Report]:
             arrived[report.results.tasks[0].broadcast].append(report.results)
         else:
             yield report
-    for alike in arrived.values():
-        yield from _stacked(alike)
+    for results in arrived.values():
+        yield from _merge(results)
 
 
-def _stacked(alike: Sequence[Results]) -> Iterator[Report]:
-    """Results of single tasks as one stack, or as they are where a reply has another form than the others."""
-    ordered = sorted(alike, key=lambda results: results.tasks[0].position)
-    flat = [pytree.tree_flatten(results.values) for results in ordered]
-    leaves = [tensors for tensors, _ in flat]
-    forms = {(form, *((t.shape, t.dtype) for t in tensors)) for tensors, form in flat}
-    if len(forms) > 1:
+def _merge(results: Sequence[Results]) -> Iterator[Arrived]:
+    """Results of one broadcast as one stack, or one by one if their replies have unequal shapes."""
+    ordered = sorted(results, key=lambda part: part.tasks[0].position)
+    tasks: list[Task] = []
+    costs: list[TaskCost] = []
+    leaves: list[list[Tensor]] = []
+    shapes = set()
+    for part in ordered:
+        tensors, treespec = pytree.tree_flatten(part.values)
+        shapes.add((treespec, *((tensor.shape, tensor.dtype) for tensor in tensors)))
+        leaves.append(tensors)
+        tasks += part.tasks
+        costs += part.costs
+    if len(shapes) > 1:
         yield from map(Arrived, ordered)
         return
-    values = pytree.tree_unflatten(
-        [torch.cat(column) for column in zip(*leaves, strict=True)],
-        flat[0][1],
-    )
-    tasks = [task for results in ordered for task in results.tasks]
-    costs = [cost for results in ordered for cost in results.costs]
+    stacked = [torch.cat(column) for column in zip(*leaves, strict=True)]
+    values = pytree.tree_unflatten(stacked, treespec)
     yield Arrived(Results(tasks, costs, ordered[0].nbytes, values))
 
 
 def _end_time(task: Task) -> tuple[float, int]:
-    return task.ended, task.number
+    return task.ended_at, task.number
 
 
-def _ended(reports: Iterable[Report]) -> Iterator[Task]:
-    """The tasks that have ended by these reports."""
+def _ended_tasks(reports: Iterable[Report]) -> Iterator[Task]:
+    """The tasks that ended according to these reports."""
     for report in reports:
         if isinstance(report, Arrived):
             yield from report.results.tasks
@@ -405,11 +579,17 @@ def _ended(reports: Iterable[Report]) -> Iterator[Task]:
             yield report.task
 
 
-def _sent(tasks: Sequence[Task]) -> events.Sent:
-    """What tasks weigh on their way to the clients."""
-    shared = {
-        broadcast: nbytes(broadcast.travels) for broadcast in {task.broadcast for task in tasks}
-    }
-    sizes = [shared[task.broadcast] + (nbytes(dict(task.own)) if task.own else 0) for task in tasks]
+def _messages_sent(tasks: Sequence[Task]) -> events.MessagesSent:
+    """The bytes that tasks have on the wire, on the way to their clients."""
+    broadcasts = {task.broadcast for task in tasks}
+    shared = {broadcast: nbytes(broadcast.wire_message) for broadcast in broadcasts}
+    clients = []
+    sizes = []
+    for task in tasks:
+        size = shared[task.broadcast]
+        if task.client_message:
+            size += nbytes(dict(task.client_message))
+        clients.append(task.client)
+        sizes.append(size)
     phase = tasks[0].broadcast.phase.name if tasks else ""
-    return events.Sent(phase, [task.client for task in tasks], sizes)
+    return events.MessagesSent(phase, clients, sizes)

@@ -1,4 +1,9 @@
-"""What a run has cost, by phase and by client."""
+"""The ledger: what a run has cost, per phase and per client.
+
+`Federation` books an event whenever something costs something; `Ledger.book` is the only function
+that changes the ledger. Bytes are counted on both ways: `bytes_down` when a transport reports that
+messages have departed, `bytes_up` when it reports replies (`Federation._handle_report`).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,38 @@ from torch import Tensor
 
 from fedbilevel.federation.task import TaskCost
 
-LARGEST = ("peak_bytes",)  # of the costs: not a sum
-GROUPS = 10  # of clients, in a summary
+__all__ = ["Cost", "Ledger"]
+
+MAXIMA = ("peak_bytes",)  # the costs of which the largest is kept, not the sum
+MAX_GROUPS = 10  # the most groups of clients in a summary
 
 
 @dataclass
 class Cost:
-    """What one phase has cost so far; `samples` counts what was drawn, `gradients` what was evaluated, `flops` the
-    multiplications and additions of matrix products and convolutions in it; `peak_bytes` is the most that any client
-    held at once.
+    """What one phase has cost so far, over all clients.
 
-    All four count when a task ends. What was lost is computed, and counted, only where clients remember.
+    Samples, gradients, FLOPs and peak bytes are counted when a task ends. A lost task is computed,
+    and counted, only where clients remember.
+
+    Args:
+        rounds: communication rounds: every `ask` and every `collect` is one.
+        bytes_up: bytes of the replies, after the encoders of their stages.
+        bytes_down: bytes of the messages, after the encoders of their stages, for every receiver.
+        samples: samples read, counted once per step that reads them.
+        gradients: gradient evaluations; a Hessian or cross product counts as two.
+        flops: multiplications and additions in matrix products and convolutions.
+        peak_bytes: the most bytes that any client held at once.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> fed = fb.simulated_federation(task.problem, task.clients)
+        >>> result = fb.solve(
+        ...     task.problem, task.clients, "simfbo", rounds=2, every=2, federation=fed
+        ... )
+        >>> cost = fed.ledger.phases["descend"]
+        >>> cost.rounds, cost.bytes_up == cost.bytes_down
+        (2, True)
     """
 
     rounds: int = 0
@@ -36,9 +62,14 @@ class Cost:
 
 @dataclass(eq=False)
 class Accounts:
-    """What each client that took part has paid: `figures` has a row for each of `FIGURES`, a column for each of `ids`.
+    """What each client that took part has spent.
 
-    A charge and the way `back` to the last `mark` cost what they change, whatever the number of clients so far.
+    `accounts[client]` has the amounts of one client. A charge, and a `rollback` to the last `mark`,
+    take time in proportion to the clients charged, whatever the number of clients so far.
+
+    Attributes:
+        ids: the clients, in the order in which they first took part.
+        figures: a row for each of `FIGURES`, a column for each of `ids`.
     """
 
     FIGURES: ClassVar = ("bytes_up", "bytes_down", "flops", "peak_bytes")
@@ -49,91 +80,111 @@ class Accounts:
 
     def __post_init__(self) -> None:
         self._column = {client: j for j, client in enumerate(self.ids.tolist())}
-        self._room = torch.zeros(0, 0, dtype=torch.int64)  # ids and figures are parts of it
+        # `ids` and `figures` are views of a buffer with spare columns.
+        self._buffer = torch.zeros(0, 0, dtype=torch.int64)
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._marked = 0
 
-    def mark(self) -> int:
-        self._undo, self._marked = [], len(self.ids)
-        return self._marked
+    def charge(self, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]) -> None:
+        """Add what clients spent.
 
-    def back(self, mark: int) -> None:
-        for columns, paid in reversed(self._undo):
-            self.figures[:, columns] = paid
-        for client in self.ids[mark:].tolist():
-            del self._column[client]
-        self.ids, self.figures = self.ids[:mark], self.figures[:, :mark]
+        Args:
+            clients: the clients; one may occur more than once.
+            amounts: for some of `FIGURES`, one amount per entry of `clients`.
+        """
+        new = [client for client in dict.fromkeys(clients) if client not in self._column]
+        if new:
+            self._add_columns(new)
+        columns = torch.tensor([self._column[client] for client in clients])
+        old = columns[columns < self._marked]
+        self._undo.append((old, self.figures[:, old]))
+        for name, each in amounts.items():
+            row = self.figures[self.FIGURES.index(name)]
+            if name in MAXIMA:
+                row.scatter_reduce_(0, columns, torch.tensor(each), "amax")
+            else:
+                row.index_add_(0, columns, torch.tensor(each))
 
-    def _enrol(self, new: Sequence[int]) -> None:
-        before, after = len(self.ids), len(self.ids) + len(new)
-        if after > self._room.shape[1]:
-            self._room = torch.zeros(1 + len(self.FIGURES), 2 * after, dtype=torch.int64)
-            self._room[:, :before] = torch.cat([self.ids.unsqueeze(0), self.figures])
-        self._room[:, before:after] = 0
-        self._room[0, before:after] = torch.tensor(new)
-        self.ids, self.figures = self._room[0, :after], self._room[1:, :after]
+    def _add_columns(self, new: Sequence[int]) -> None:
+        before = len(self.ids)
+        after = before + len(new)
+        if after > self._buffer.shape[1]:
+            self._buffer = torch.zeros(1 + len(self.FIGURES), 2 * after, dtype=torch.int64)
+            self._buffer[:, :before] = torch.cat([self.ids.unsqueeze(0), self.figures])
+        self._buffer[:, before:after] = 0
+        self._buffer[0, before:after] = torch.tensor(new)
+        self.ids = self._buffer[0, :after]
+        self.figures = self._buffer[1:, :after]
         self._column |= {client: j for j, client in enumerate(new, before)}
+
+    def __getitem__(self, client: int) -> dict[str, int]:
+        column = self._column.get(client)
+        if column is None:
+            return dict.fromkeys(self.FIGURES, 0)
+        return dict(zip(self.FIGURES, self.figures[:, column].tolist(), strict=True))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Accounts):
             return False
         return torch.equal(self.ids, other.ids) and torch.equal(self.figures, other.figures)
 
-    def __getitem__(self, client: int) -> dict[str, int]:
-        column = self._column.get(client)
-        paid = [0] * len(self.FIGURES) if column is None else self.figures[:, column].tolist()
-        return dict(zip(self.FIGURES, paid, strict=True))
-
-    def charge(self, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]) -> None:
-        if new := [client for client in dict.fromkeys(clients) if client not in self._column]:
-            self._enrol(new)
-        columns = torch.tensor([self._column[client] for client in clients])
-        old = columns[columns < self._marked]
-        self._undo.append((old, self.figures[:, old]))
-        for name, each in amounts.items():
-            row = self.figures[self.FIGURES.index(name)]
-            if name in LARGEST:
-                row.scatter_reduce_(0, columns, torch.tensor(each), "amax")
-            else:
-                row.index_add_(0, columns, torch.tensor(each))
-
     def groups(self) -> list[dict[str, float]]:
-        """Clients of equal `peak_bytes`, of at most so many different ones as can be read: how many they are, and what
-        one of them has paid on average. How often a client was drawn has no part in its peak.
+        """Clients grouped by `peak_bytes`, in ascending order, for a summary.
+
+        Clients of equal peak form a group; if there are more than `MAX_GROUPS` different peaks,
+        groups of equal size are formed. A client's peak does not depend on how often it was drawn.
+
+        Returns:
+            For each group the number of `clients`, and the mean of what they spent (the maximum of
+            `peak_bytes`).
         """
         if not len(self.ids):
             return []
         peaks = self.figures[self.FIGURES.index("peak_bytes")]
-        different, group = peaks.unique(return_inverse=True)
-        if len(different) > GROUPS:
-            group = peaks.argsort(stable=True).argsort() * GROUPS // len(peaks)
-        found = []
-        for k in group.unique():
-            paid = self.figures[:, group == k].double()
-            rows = zip(self.FIGURES, paid, strict=True)
-            amounts = {
-                name: float(row.max() if name in LARGEST else row.mean()) for name, row in rows
-            }
-            found.append({"clients": paid.shape[1], **amounts})
-        return found
+        distinct, group = peaks.unique(return_inverse=True)
+        if len(distinct) > MAX_GROUPS:
+            group = peaks.argsort(stable=True).argsort() * MAX_GROUPS // len(peaks)
+        summaries = []
+        for number in group.unique():
+            spent = self.figures[:, group == number].double()
+            summary: dict[str, float] = {"clients": spent.shape[1]}
+            for name, row in zip(self.FIGURES, spent, strict=True):
+                summary[name] = float(row.max() if name in MAXIMA else row.mean())
+            summaries.append(summary)
+        return summaries
+
+    def mark(self) -> int:
+        """Mark the present state, for `rollback`; the previous mark is void."""
+        self._undo = []
+        self._marked = len(self.ids)
+        return self._marked
+
+    def rollback(self, mark: int) -> None:
+        """Undo all charges since the mark."""
+        for columns, spent in reversed(self._undo):
+            self.figures[:, columns] = spent
+        for client in self.ids[mark:].tolist():
+            del self._column[client]
+        self.ids = self.ids[:mark]
+        self.figures = self.figures[:, :mark]
 
 
-class Round(NamedTuple):
-    """A communication round began."""
+class RoundStarted(NamedTuple):
+    """A communication round of a phase began."""
 
     phase: str
 
 
-class Sent(NamedTuple):
-    """Messages went to clients, of so many bytes each."""
+class MessagesSent(NamedTuple):
+    """Messages departed to clients; `nbytes` has the size of each."""
 
     phase: str
     clients: Sequence[int]
     nbytes: Sequence[int]
 
 
-class Worked(NamedTuple):
-    """Clients ended their tasks, at these costs, and sent so many bytes each."""
+class TasksDone(NamedTuple):
+    """Clients did their tasks at these costs; `nbytes` has the size of each reply, 0 if lost."""
 
     phase: str
     clients: Sequence[int]
@@ -141,28 +192,46 @@ class Worked(NamedTuple):
     nbytes: Sequence[int]
 
 
-class Lost(NamedTuple):
+class TaskLost(NamedTuple):
     """A task ended without a reply."""
 
 
-class Refused(NamedTuple):
-    """Replies were not accepted."""
+class RepliesRefused(NamedTuple):
+    """Replies arrived and were not accepted."""
 
     replies: int
 
 
-class Elapsed(NamedTuple):
-    """Time went by on the machine that runs the server."""
+class TimeElapsed(NamedTuple):
+    """Real time passed at the server."""
 
     wall_s: float
 
 
-Event = Round | Sent | Worked | Lost | Refused | Elapsed
+Event = RoundStarted | MessagesSent | TasksDone | TaskLost | RepliesRefused | TimeElapsed
 
 
 @dataclass
 class Ledger:
-    """Everything a run has cost, by phase and by client; `book` is the only function that writes to it."""
+    """Everything that a run has cost, per phase and per client.
+
+    Args:
+        phases: the cost of each phase, by `Phase.name`.
+        clients: what each client has spent.
+        wall_s: real seconds that iterations took, without evaluation.
+        refused_replies: replies that arrived and were not accepted: of a wrong shape, not finite,
+            or a second copy.
+        lost_tasks: tasks whose reply never arrived: dropout, fault or deadline.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.book(RoundStarted("descend"))
+        >>> ledger.book(MessagesSent("descend", clients=[0, 3], nbytes=[80, 80]))
+        >>> ledger.rounds, ledger.totals()["bytes_down"]
+        (1, 160)
+        >>> ledger.clients[3]["bytes_down"]
+        80
+    """
 
     phases: dict[str, Cost] = field(default_factory=dict)
     clients: Accounts = field(default_factory=Accounts)
@@ -171,67 +240,83 @@ class Ledger:
     lost_tasks: int = 0
 
     def book(self, event: Event) -> None:
-        """Enter what happened."""
+        """Enter an event: the only function that changes the ledger.
+
+        Args:
+            event: what happened; one of the event classes of this module.
+        """
         match event:
-            case Round(phase):
-                self.phase(phase).rounds += 1
-            case Sent(phase, clients, nbytes):
+            case RoundStarted(phase):
+                self._cost(phase).rounds += 1
+            case MessagesSent(phase, clients, nbytes):
                 self._charge(phase, clients, {"bytes_down": nbytes})
-            case Worked(phase, clients, costs, nbytes):
+            case TasksDone(phase, clients, costs, nbytes):
                 columns = (list(column) for column in zip(*costs, strict=True))
                 amounts = dict(zip(TaskCost._fields, columns, strict=True))
                 self._charge(phase, clients, {**amounts, "bytes_up": nbytes})
-            case Lost():
+            case TaskLost():
                 self.lost_tasks += 1
-            case Refused(replies):
+            case RepliesRefused(replies):
                 self.refused_replies += replies
-            case Elapsed(wall_s):
+            case TimeElapsed(wall_s):
                 self.wall_s += wall_s
-
-    @classmethod
-    def load(cls, values: Mapping[str, Any]) -> Ledger:
-        phases = {name: Cost(**cost) for name, cost in values["phases"].items()}
-        return cls(
-            **{**values, "phases": phases, "clients": Accounts(**deepcopy(values["clients"]))}
-        )
-
-    def mark(self) -> dict[str, Any]:
-        """To go `back` to, until the next."""
-        values = {
-            f.name: deepcopy(getattr(self, f.name)) for f in fields(self) if f.name != "clients"
-        }
-        return {**values, "clients": self.clients.mark()}
-
-    def back(self, mark: Mapping[str, Any]) -> None:
-        for name, value in mark.items():
-            if name != "clients":
-                setattr(self, name, deepcopy(value))
-        self.clients.back(mark["clients"])
-
-    def phase(self, name: str) -> Cost:
-        return self.phases.setdefault(name, Cost())
-
-    @property
-    def rounds(self) -> int:
-        return sum(cost.rounds for cost in self.phases.values())
 
     def _charge(
         self, phase: str, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]
     ) -> None:
-        """Add what these clients spent, one amount per client."""
-        if clients:
-            cost = self.phase(phase)
-            for name, each in amounts.items():
-                setattr(cost, name, _total(name, [getattr(cost, name), *each]))
-            own = {name: each for name, each in amounts.items() if name in Accounts.FIGURES}
-            self.clients.charge(clients, own)
+        """Add what clients spent on a phase, one amount per client."""
+        if not clients:
+            return
+        cost = self._cost(phase)
+        for name, each in amounts.items():
+            setattr(cost, name, _total(name, [getattr(cost, name), *each]))
+        per_client = {name: each for name, each in amounts.items() if name in Accounts.FIGURES}
+        self.clients.charge(clients, per_client)
+
+    def _cost(self, phase: str) -> Cost:
+        return self.phases.setdefault(phase, Cost())
+
+    @property
+    def rounds(self) -> int:
+        """Communication rounds so far, over all phases."""
+        return sum(cost.rounds for cost in self.phases.values())
 
     def totals(self) -> dict[str, int]:
+        """The costs over all phases.
+
+        Returns:
+            The fields of `Cost` by name: sums, and the maximum of `peak_bytes`.
+        """
         costs = self.phases.values()
-        return {
-            f.name: _total(f.name, [getattr(cost, f.name) for cost in costs]) for f in fields(Cost)
-        }
+        totals = {}
+        for f in fields(Cost):
+            totals[f.name] = _total(f.name, [getattr(cost, f.name) for cost in costs])
+        return totals
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Ledger:
+        """The ledger that `dataclasses.asdict` turned into these values."""
+        phases = {name: Cost(**cost) for name, cost in values["phases"].items()}
+        clients = Accounts(**deepcopy(values["clients"]))
+        return cls(**{**values, "phases": phases, "clients": clients})
+
+    def mark(self) -> dict[str, Any]:
+        """Mark the present state, for `rollback`; the previous mark is void."""
+        state: dict[str, Any] = {"clients": self.clients.mark()}
+        for f in fields(self):
+            if f.name != "clients":
+                state[f.name] = deepcopy(getattr(self, f.name))
+        return state
+
+    def rollback(self, mark: Mapping[str, Any]) -> None:
+        """Undo all entries since the mark."""
+        for name, value in mark.items():
+            if name != "clients":
+                setattr(self, name, deepcopy(value))
+        self.clients.rollback(mark["clients"])
 
 
 def _total(name: str, values: Sequence[int]) -> int:
-    return max(values, default=0) if name in LARGEST else sum(values)
+    if name in MAXIMA:
+        return max(values, default=0)
+    return sum(values)

@@ -1,4 +1,9 @@
-"""Phases: what one client does with a message. A phase is a value; its numbers are its fields."""
+"""Phases: what one client does with a message.
+
+An algorithm is a server step (`Algorithm.iterate`) and the phases that its clients run. A phase is
+a value, a frozen dataclass written for one client; what crosses a wire is its registered name and
+its fields, never its code.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +19,20 @@ from torch import Tensor
 
 from fedbilevel.core import checks
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.settings import FrozenDataclass, Rule, build, epochs
+from fedbilevel.core.settings import FrozenDataclass, Rule, build, parse_epochs
+from fedbilevel.federation.kinds import Kind
 
 Sides = Literal["train", "val", "both"]
-Kind = (
-    Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]
-)  # the last: a tree of these shapes
+Carry = Any  # any nest of tuples, dicts and trees of tensors
+StepBatch = Any  # a `Batch`, or a tuple of batches where `Phase.draws` is above 1
 
 
-def _check_steps(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        if value != "local" and epochs(value) is None:
-            raise ValueError(
-                f"{name} is {value!r}; it must be a whole number, 'local' or 'N epochs'"
-            )
-        return value
-    return checks.integer(name, value, least=1)
+def _check_steps(name: str, value: object) -> object:
+    if not isinstance(value, str):
+        return checks.integer(name, value, least=1)
+    if value != "local" and parse_epochs(value) is None:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, 'local' or 'N epochs'")
+    return value
 
 
 Steps = Annotated[
@@ -37,18 +40,45 @@ Steps = Annotated[
 ]
 
 
-class Input:
-    """Marks a field of a phase whose value may change between iterations.
-
-    Such a number is an input of the compiled step, not a part of its code.
-    """
+class StepInput:
+    """Marks a field of a phase as an input of the compiled step, not a part of its code."""
 
 
-Number = Annotated[float, Input(), Rule("number, at least 0", checks.non_negative)]
+Number = Annotated[float, StepInput(), Rule("number, at least 0", checks.non_negative)]
+"""The annotation of a phase's field that may have another value in each iteration.
+
+An example is a step size under a schedule. The value is a number that is at least 0. It is an input
+of the compiled step, so that a new value needs no new compilation: a step may compute with it but
+not branch on it.
+
+Example:
+    >>> class Descend(Phase):
+    ...     name = "descend"
+    ...     lr_x: Number
+    ...     damping: float = 0.5
+    >>> number_fields(Descend)
+    ('lr_x',)
+"""
 
 
 class Message(SimpleNamespace):
-    """What a client receives: the values it was sent, and `steps`, the number of steps it takes."""
+    """What a client receives, as attributes.
+
+    These are the values that `Federation.ask` or `post` was given for everyone and in `each` for
+    this client, and `steps`, the number of steps that the client takes (a tensor). For a phase that
+    remembers, `memory` is what the client's last such task left, `{}` if there is none.
+
+    Raises:
+        AttributeError: the message has no value of this name; the error lists those it has.
+
+    Example:
+        >>> message = Message(x=1.0, steps=5)
+        >>> message.x
+        1.0
+        >>> message.y
+        Traceback (most recent call last):
+        AttributeError: the message holds x, steps, not 'y'
+    """
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the message holds {', '.join(vars(self))}, not {name!r}")
@@ -60,27 +90,71 @@ _registry: dict[str, type[Phase]] = {}
 class Phase(FrozenDataclass, ABC):
     """What one client does on receiving a message: `start`, `first`, `step` (repeated), `finish`.
 
-    A subclass is a frozen dataclass (no decorator needed), written for one client. Its fields say
-    how: step sizes, lengths, variants. Fields annotated `Number` may take another value in each
-    iteration (a schedule); while a step runs they are floats or 0-d tensors, for arithmetic alone.
-    All other fields are plain values, and code may branch on them. A carry is any nest of tuples
-    and trees of tensors. The executor owns the loop: it draws the batches, runs the steps for one
-    client or for a stack of clients under `torch.func.vmap`, and counts costs. All four methods are
-    pure functions of their arguments and the fields, so that a step can be traced once and replayed.
+    A subclass is a frozen dataclass (no decorator needed), written for one client. The executor
+    owns the loop: it draws the batches, runs the steps for one client or for a stack of clients
+    under `torch.func.vmap`, and counts costs:
 
-    A phase that `remembers` adds "memory" to what `finish` returns: a dict of trees and tensors that
-    stays with the client. The client's next such phase finds it in `message.memory`, which is empty
-    at first and after `{}` was returned.
+        carry = phase.start(message)
+        carry = phase.first(carry, oracle, batch)     # by default the same as `step`
+        carry = phase.step(carry, oracle, batch)      # steps - 1 times, with a new batch each time
+        reply = phase.finish(carry)
+
+    All four methods are pure functions of their arguments and the fields, so that a step can be
+    traced once and replayed.
+
+    Fields say how the work is done: step sizes, numbers of steps, variants. A field annotated
+    `Number` may have another value in each iteration (a schedule); while a step runs it is a float
+    or a 0-d tensor, and code may compute with it but not branch on it. All other fields are plain
+    values, and code may branch on them.
+
+    A client keeps nothing between its tasks unless the phase sets `remembers`. Then `finish` adds
+    "memory" to the reply: a dict of trees and tensors that stays with the client and is not sent.
+    The client's next task of a phase that remembers finds it in `message.memory`, which is empty at
+    first and after `{}` was returned.
+
+    Args:
+        steps: how many steps a client takes: a number, "local" for the environment's `local_steps`,
+            or "N epochs" for N passes over the client's training data.
+        full: whether a step is given every sample instead of a mini-batch.
 
     Attributes:
-        name: what the phase is called in the ledger and in messages; it also keys the draws.
-        batch: the sides of the data that a step is given.
-        reply: the names of the values that `finish` returns, each with what it is shaped like.
-        fixed_x: whether every evaluation is at `message.x`, without derivatives in x.
+        name: what the phase is called in the ledger and in messages; random draws are keyed by it.
+        batch: the sides of the data that a step is given: "train", "val" or "both".
+        reply: the kind of each value that `finish` returns, by name: "x" or "y" (a tree shaped like
+            that variable), "scalar", or a dict of shapes (a tree of these).
+        fixed_x: whether every evaluation is at `message.x`, without derivatives in x. A backbone
+            (`Problem.embed`) then runs once per task.
         remembers: whether the phase reads and leaves a memory with the client.
-        summed: whether the server sees only means of the replies, never a single one.
-        steps: how many steps a client takes.
-        full: whether a step is given every sample instead of a mini-batch.
+        summed: whether the server uses only means of the replies, never a single one. Replies may
+            then be summed where they are computed.
+
+    Raises:
+        ValueError: a field has a value that its annotation does not allow.
+        TypeError: a field has a wrong type, or the class has no `name`.
+
+    Example:
+        Local SGD on the lower level, which replies with the displacement of y:
+
+        >>> import fedbilevel as fb
+        >>> class LowerDescent(Phase):
+        ...     name = "lower-descent"
+        ...     batch = "train"
+        ...     reply: ClassVar = {"dy": "y"}
+        ...     lr_y: Number = 0.1
+        ...     def start(self, message):
+        ...         return message.x, message.y, message.y
+        ...     def step(self, carry, oracle, batch):
+        ...         x, start, y = carry
+        ...         return x, start, y - self.lr_y * oracle.lower_gradient_y(x, y, batch)
+        ...     def finish(self, carry):
+        ...         x, start, y = carry
+        ...         return {"dy": y - start}
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> fed = fb.simulated_federation(task.problem, task.clients)
+        >>> x, y = task.problem.start
+        >>> replies = fed.ask(LowerDescent(steps=3), fed.sample(), x=x, y=y)
+        >>> fed.ledger.phases["lower-descent"].gradients  # 4 clients, 3 steps each
+        12
     """
 
     name: ClassVar[str]
@@ -102,25 +176,78 @@ class Phase(FrozenDataclass, ABC):
             raise TypeError(f"{type(self).__name__} has no name; a phase must name itself")
         super().__post_init__()
 
-    @classmethod
-    def registered_name(cls) -> str:
-        """The name that stands for this class on a wire and in a checkpoint."""
-        return f"{cls.__module__}.{cls.__qualname__}"
+    @abstractmethod
+    def start(self, message: Message) -> Carry:
+        """Turn the message into the first carry.
+
+        Args:
+            message: what the client was sent; see `Message`.
+
+        Returns:
+            The carry: any nest of tuples, dicts and trees of tensors.
+        """
+
+    def first(self, carry: Carry, oracle: Oracle, batch: StepBatch) -> Carry:
+        """Take the first step, where it differs from the others; by default it is `step`.
+
+        Args:
+            carry: what `start` returned.
+            oracle: derivatives of the client's losses.
+            batch: the data of this step; a tuple of batches where `draws` is above 1.
+
+        Returns:
+            The next carry.
+        """
+        return self.step(carry, oracle, batch)
+
+    @abstractmethod
+    def step(self, carry: Carry, oracle: Oracle, batch: StepBatch) -> Carry:
+        """Take one local step.
+
+        Args:
+            carry: what the last step returned.
+            oracle: derivatives of the client's losses.
+            batch: the data of this step; a tuple of batches where `draws` is above 1.
+
+        Returns:
+            The next carry.
+        """
+
+    @abstractmethod
+    def finish(self, carry: Carry) -> dict[str, Any]:
+        """Turn the last carry into the reply.
+
+        Args:
+            carry: what the last step returned.
+
+        Returns:
+            The values that the class declares in `reply`, by name, and "memory" if it remembers.
+        """
 
     @property
     def draws(self) -> int:
-        """Independent batches per step: with one, a step is given a `Batch`, with more a tuple."""
+        """Independent batches per step; above 1, a step is given a tuple of batches."""
         return 1
 
     @property
     def epochs(self) -> int | None:
-        """Passes over the client's training data, where `steps` counts those."""
-        return epochs(self.steps)
+        """N where `steps` is "N epochs", otherwise None."""
+        return parse_epochs(self.steps)
 
     def steps_on(self, samples: int, batch_size: int | None) -> int:
-        """The steps that `epochs` passes over so many samples take; None is the full batch."""
+        """The number of steps of `epochs` passes over a client's training data.
+
+        Args:
+            samples: how many training samples the client holds.
+            batch_size: samples per mini-batch; None is the full batch.
+
+        Returns:
+            epochs * ceil(samples / batch_size).
+        """
         assert self.epochs is not None
-        size = samples if self.full or batch_size is None else min(batch_size, samples)
+        size = samples
+        if batch_size is not None and not self.full:
+            size = min(batch_size, samples)
         return self.epochs * -(-samples // size)
 
     @functools.cached_property
@@ -132,59 +259,57 @@ class Phase(FrozenDataclass, ABC):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values of the fields that may change between iterations."""
+        """The values of the fields that are annotated `Number`."""
         return {name: getattr(self, name) for name in number_fields(type(self))}
 
     def with_numbers(self, values: Mapping[str, Tensor]) -> Phase:
-        """This phase with tensors in the place of its numbers, for a step that is traced."""
+        """This phase with tensors in place of its numbers, for a step that is traced."""
         bound = object.__new__(type(self))
         bound.__dict__.update(self.__dict__ | dict(values))
         return bound
 
-    def plain(self) -> dict[str, Any]:
-        """The phase as plain values, for a wire or a file; `load` reads it."""
-        return {
-            "phase": self.registered_name(),
-            **{f.name: getattr(self, f.name) for f in fields(self)},
-        }
+    @classmethod
+    def registered_name(cls) -> str:
+        """The name that stands for this class on a wire and in a checkpoint."""
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The phase as plain values, for a wire or a file; `from_dict` reads them."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"phase": self.registered_name(), **values}
 
     @staticmethod
-    def load(plain: Any) -> Phase:
-        """The phase that `plain` describes; what is not registered or does not fit is refused."""
+    def from_dict(plain: object) -> Phase:
+        """The phase that plain values describe.
+
+        Args:
+            plain: what `to_dict` returned; it may come from an untrusted sender.
+
+        Returns:
+            The phase. Its class must have been imported by this process: nothing is imported here.
+
+        Raises:
+            ValueError: the class is not registered, or a field is unknown, missing or wrong.
+            TypeError: `plain` is not a dict with names.
+        """
         if not isinstance(plain, dict) or not all(isinstance(key, str) for key in plain):
             raise TypeError(f"phase is {plain!r:.80}; it must be a name with its fields")
         table = dict(plain)
         name = str(table.pop("phase", None))[:200]
-        kind = _registry.get(name)
-        if kind is None or isabstract(kind):
+        phase_class = _registry.get(name)
+        if phase_class is None or isabstract(phase_class):
             raise ValueError(f"phase is {name!r}, which is not registered here")
-        return build(kind, name, table)  # type: ignore[no-any-return]
-
-    @abstractmethod
-    def start(self, message: Message) -> Any:
-        """The first carry, from what the client was sent."""
-
-    def first(self, carry: Any, oracle: Oracle, batch: Any) -> Any:
-        """The first step, where it differs from the others."""
-        return self.step(carry, oracle, batch)
-
-    @abstractmethod
-    def step(self, carry: Any, oracle: Oracle, batch: Any) -> Any:
-        """One local step: the next carry."""
-
-    @abstractmethod
-    def finish(self, carry: Any) -> dict[str, Any]:
-        """The reply, by name."""
+        return build(phase_class, name, table)
 
 
 @functools.cache
-def number_fields(kind: type[Phase]) -> tuple[str, ...]:
-    """The fields of a phase that are annotated `Number`."""
-    hints = get_type_hints(kind, include_extras=True)
-    names = [f.name for f in fields(kind)]
-    return tuple(
-        name
-        for name in names
-        if get_origin(hints[name]) is Annotated
-        and any(isinstance(mark, Input) for mark in get_args(hints[name]))
-    )
+def number_fields(phase_class: type[Phase]) -> tuple[str, ...]:
+    """The names of the fields of a phase that are annotated `Number`."""
+    hints = get_type_hints(phase_class, include_extras=True)
+    names = []
+    for field in fields(phase_class):
+        hint = hints[field.name]
+        marks = get_args(hint) if get_origin(hint) is Annotated else ()
+        if any(isinstance(mark, StepInput) for mark in marks):
+            names.append(field.name)
+    return tuple(names)

@@ -1,4 +1,8 @@
-"""Stages: what happens to the values of a message between its sender and its receiver."""
+"""Stages: transformations of values between their sender and their receiver.
+
+`Environment(stages=[...])` lists them. `encode_values` applies their encoders at the sender,
+`decode_values` their decoders at the receiver; the bytes of what travels in between are counted.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,58 @@ import torch
 from torch import Tensor
 
 from fedbilevel.core.rng import fold_in
-from fedbilevel.core.settings import FrozenDataclass, Positive, Rule, read_kind
+from fedbilevel.core.settings import FrozenDataclass, Positive, Rule, build_variant
 from fedbilevel.core.tree import Tree, project
+from fedbilevel.federation.kinds import Kind
+
+__all__ = ["Clip", "Half", "Stage"]
+
+Payload = Any  # a nest of dicts and tensors, or a value that goes through no stage
+Memory = Any  # a nest of dicts and tensors; () at first
 
 _registry: dict[str, type[Stage]] = {}
 
 
 class Stage(FrozenDataclass):
-    """One thing that happens to a value on its way: `encode` at the sender, `decode` at the receiver.
+    """One transformation of a value: `encode` at the sender, `decode` at the receiver.
 
-    Written for one message and pure, so that a stack of replies can go through it at once. What `encode` returns is
-    what travels and what is counted in bytes. A list of stages is encoded from its first to its last and decoded
-    backwards: a stage sees what those before it in the list have made. A subclass with a `name` can be named in an
-    experiment.
+    A subclass overrides one or both, and may have fields (it is a frozen dataclass; no decorator is
+    needed). It is written for one value and pure, so that a stack of replies can go through it at
+    once. What `encode` returns is what travels and what is counted in bytes.
+
+    A list of stages is encoded from first to last and decoded from last to first: the decoder of a
+    stage is given what the stages after it in the list have decoded.
+
+    A subclass with a `name` can be used in an experiment, as in
+    `environment.stages = [{stage = "clip", norm = 10.0}]`.
+
+    Args:
+        direction: "up" for replies, "down" for what the server sends to everyone.
+        values: the names of the trees that go through the stage; empty for all that are shaped like
+            x or y. Scalars never do.
 
     Attributes:
-        remembers: whether the stage keeps a memory with each client, by the value's name (replies only).
-        direction: "up" for replies, "down" for what the server sends to everyone.
-        values: the names of the trees it applies to; none: all that are shaped like x or y.
+        name: what the stage is called in experiments.
+        remembers: whether the stage keeps a memory with each client, one per name of a value
+            (replies only).
+
+    Raises:
+        ValueError: a field has a value that its annotation does not allow.
+        TypeError: a field has a wrong type.
+
+    Example:
+        A stage that rounds replies to multiples of a step, at the sender:
+
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> class Round(fb.stages.Stage):
+        ...     step: float = 0.5
+        ...     def encode(self, value, key, memory):
+        ...         return value.map(lambda t: (t / self.step).round() * self.step), memory
+        >>> payload, _ = Round().encode(fb.Tree(w=torch.tensor([0.3, 1.1])), torch.tensor(0), ())
+        >>> payload["w"]
+        tensor([0.5000, 1.0000])
+        >>> environment = fb.Environment(stages=[Round(values=("dx",))])
     """
 
     name: ClassVar[str]
@@ -40,96 +78,182 @@ class Stage(FrozenDataclass):
         if "name" in vars(cls):
             _registry[cls.name] = cls
 
-    def applies(self, name: str, kind: Any) -> bool:
-        """Whether a value of this name, shaped like `kind`, goes through the stage."""
+    def applies_to(self, name: str, kind: Kind) -> bool:
+        """Whether a value goes through the stage.
+
+        Args:
+            name: the name of the value.
+            kind: what it is shaped like.
+
+        Returns:
+            True if the name is in `values` or, where that is empty, the kind is "x" or "y".
+        """
         if self.values:
             return name in self.values and kind != "scalar"
         return kind in ("x", "y")
 
-    def encode(self, value: Tree, key: Tensor, memory: Any) -> tuple[Any, Any]:
-        """What travels instead of `value`, and the memory for the next time; `memory` is () the first time."""
+    def encode(self, value: Tree, key: Tensor, memory: Memory) -> tuple[Payload, Memory]:
+        """Encode a value at its sender; by default it is unchanged.
+
+        Args:
+            value: what is to be sent.
+            key: the key of random draws, different for each exchange, client and value.
+            memory: what the last call for this client and name returned; () the first time.
+
+        Returns:
+            The payload, a nest of dicts and tensors that travels instead of the value, and the
+            memory for the next time.
+        """
         return value, memory
 
-    def decode(self, payload: Any, like: Tree) -> Tree:
-        """The value as the receiver takes it, shaped like `like`."""
+    def decode(self, payload: Payload, like: Tree) -> Tree:
+        """Decode a payload at its receiver; by default it is the value.
+
+        Args:
+            payload: what `encode` returned.
+            like: a tree with the names, shapes and dtypes of the value; its numbers mean nothing.
+
+        Returns:
+            The value that the receiver computes with.
+        """
         return payload  # type: ignore[no-any-return]
 
 
 class Clip(Stage):
-    """value <- value min(1, norm / ||value||), at the receiver, so that no client can push further than others."""
+    """Shorten values whose Euclidean norm is above a bound, at the receiver.
+
+    value <- value min(1, norm / ||value||)
+
+    No client can then push further than others, whatever it sends.
+
+    Args:
+        norm: the bound, above 0.
+        direction: "up" (default) for replies, "down" for messages.
+        values: the names of the values that are clipped; empty for all shaped like x or y.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> value = fb.Tree(w=torch.tensor([3.0, 4.0]))
+        >>> fb.stages.Clip(norm=1.0).decode(value, value)["w"]
+        tensor([0.6000, 0.8000])
+    """
 
     name = "clip"
 
     norm: Positive
 
     def decode(self, payload: Tree, like: Tree) -> Tree:
+        """The value, shortened to `norm` if it is longer."""
         return project(payload, self.norm)
 
 
 class Half(Stage):
-    """Half the bytes: values travel as float16. What is beyond its range (65504) arrives as infinity."""
+    """Send values as float16: half the bytes of float32, a quarter of those of float64.
+
+    A number beyond the range of float16 (65504) arrives as infinity.
+
+    Args:
+        direction: "down" (default) for messages, "up" for replies.
+        values: the names of the values that are rounded; empty for all shaped like x or y.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> half = fb.stages.Half()
+        >>> value = fb.Tree(w=torch.tensor([1.0, 1e6]))
+        >>> payload, _ = half.encode(value, torch.tensor(0), ())
+        >>> payload["w"].dtype
+        torch.float16
+        >>> half.decode(payload, value)["w"]
+        tensor([1., inf])
+    """
 
     name = "half"
 
     direction: Literal["up", "down"] = "down"
 
-    def encode(self, value: Tree, key: Tensor, memory: Any) -> tuple[Any, Any]:
+    def encode(self, value: Tree, key: Tensor, memory: Memory) -> tuple[Payload, Memory]:
+        """The value in float16."""
         return value.map(lambda t: t.to(torch.float16)), memory
 
     def decode(self, payload: Tree, like: Tree) -> Tree:
+        """The payload in the dtypes of `like`."""
         return payload.map(lambda t, other: t.to(other.dtype), like)
 
 
-def encoded(
+def encode_values(
     stages: Sequence[Stage],
-    values: Mapping[str, Any],
-    kinds: Mapping[str, Any],
+    values: Mapping[str, Payload],
+    kinds: Mapping[str, Kind],
     key: Tensor,
-    memory: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values as they travel, and the stages' new memories; `kinds` says what each value is shaped like."""
-    sent = dict(values)
-    kept = dict(memory)  # what other phases' values have left stays
-    for position, (name, kind) in enumerate(kinds.items()):
-        for place, stage in enumerate(stages):
-            if stage.applies(name, kind):
-                own_key = fold_in(fold_in(key, place), position)
-                owner = f"{place} {name}"
-                sent[name], after = stage.encode(sent[name], own_key, memory.get(owner, ()))
+    memory: Mapping[str, Memory],
+) -> tuple[dict[str, Payload], dict[str, Memory]]:
+    """Send the values of one message or reply through the encoders of its stages.
+
+    Args:
+        stages: the stages, in the order of encoding.
+        values: the values by name.
+        kinds: what each value is shaped like; values without a kind go through no stage.
+        key: the root of random draws.
+        memory: what the stages have left with this client, by stage and name.
+
+    Returns:
+        The values as they travel, and the new memories. Memories of values that are not among
+        `kinds` are kept: they belong to other phases.
+    """
+    payload = dict(values)
+    memories = dict(memory)
+    for value_index, (name, kind) in enumerate(kinds.items()):
+        for stage_index, stage in enumerate(stages):
+            if stage.applies_to(name, kind):
+                value_key = fold_in(fold_in(key, stage_index), value_index)
+                owner = f"{stage_index} {name}"
+                payload[name], after = stage.encode(payload[name], value_key, memory.get(owner, ()))
                 if stage.remembers:
-                    kept[owner] = after
-    return sent, kept
+                    memories[owner] = after
+    return payload, memories
 
 
-def decoded(
+def decode_values(
     stages: Sequence[Stage],
-    payload: Mapping[str, Any],
-    kinds: Mapping[str, Any],
+    payload: Mapping[str, Payload],
+    kinds: Mapping[str, Kind],
     like: Mapping[str, Tree],
-) -> dict[str, Any]:
-    """The values that a payload stands for; `like` has their shapes."""
+) -> dict[str, Payload]:
+    """Send a payload through the decoders of its stages, from the last stage to the first.
+
+    Args:
+        stages: the stages, in the order of encoding.
+        payload: the values as they travelled, by name.
+        kinds: what each value is shaped like.
+        like: a template for each value that is a tree (`kinds.templates`).
+
+    Returns:
+        The values that the receiver computes with.
+    """
     values = dict(payload)
     for name, kind in kinds.items():
         for stage in reversed(stages):
-            if stage.applies(name, kind):
+            if stage.applies_to(name, kind):
                 values[name] = stage.decode(values[name], like[name])
     return values
 
 
-def _check(name: str, value: Any) -> tuple[Stage, ...]:
+def _check_stages(name: str, value: object) -> tuple[Stage, ...]:
     if not isinstance(value, (tuple, list)) or not all(isinstance(stage, Stage) for stage in value):
-        raise TypeError(
-            f"{name} is {value!r}; it must be a list of stages, such as fedbilevel.stages.Clip(norm=1.0)"
-        )
+        example = "fedbilevel.stages.Clip(norm=1.0)"
+        raise TypeError(f"{name} is {value!r}; it must be a list of stages, such as {example}")
     return tuple(value)
 
 
-def _read(key: str, value: Any) -> tuple[Stage, ...]:
+def _read_stages(key: str, value: object) -> tuple[Stage, ...]:
     if not isinstance(value, list):
         raise TypeError(f"{key} is {value!r}; it must be a list of tables")
-    return tuple(
-        read_kind("stage", _registry, f"{key}[{place}]", table) for place, table in enumerate(value)
-    )
+    stages = []
+    for index, table in enumerate(value):
+        stages.append(build_variant("stage", _registry, f"{key}[{index}]", table))
+    return tuple(stages)
 
 
-Stages = Annotated[tuple[Stage, ...], Rule("list of stages", _check, _read)]
+Stages = Annotated[tuple[Stage, ...], Rule("list of stages", _check_stages, _read_stages)]

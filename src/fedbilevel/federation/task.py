@@ -1,4 +1,12 @@
-"""Tasks: what one client is asked to do, and what came of it."""
+"""Tasks and results: what one client is asked to do, and what it returns.
+
+A `Task` is the work of one client in one exchange. Tasks of one `ask` or `post` share a
+`Broadcast`: the phase and the message for everyone.
+
+What crosses the wire. To the client: the phase as plain values (`Phase.to_dict`),
+`Broadcast.wire_message`, `Task.client_message`, and the task's number, steps and key. From the
+client: the values and the costs in `Results`. Code is never sent.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +23,33 @@ from fedbilevel.core.tree import Tree
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.stages import Stage
 
-Values = dict[
-    str, Any
-]  # a reply, or a stack of replies with a leading axis: trees and tensors by name
+# A reply, or a stack of replies with a leading axis over clients: trees and tensors by name.
+Values = dict[str, Any]
 
 
 class ClientError(RuntimeError):
-    """A client's own code failed; the message names the client, the phase and the round."""
+    """A client's own code or data failed; the message names the client, the phase and the round.
+
+    A failure that is a `ValueError` or a `TypeError` is raised as such, with the same message.
+    """
 
 
 @dataclass(eq=False)
 class Broadcast:
-    """What the tasks of one `ask` or `post` have in common: the phase and the message for everyone.
+    """What the tasks of one `ask` or `post` have in common.
 
-    Tasks on different submodels are sent different parts of the model, and so have a broadcast per submodel.
+    Clients with different submodels receive different parts of the model; they have one broadcast
+    per submodel.
 
     Attributes:
-        message: what a client computes with.
-        payload: what travels instead, where the message goes through stages.
+        phase: what each client does.
+        message: the values that a client computes with.
+        round: the communication round, counted from 1, for messages.
+        iteration: the iteration in which the message was sent, for the staleness of replies.
+        submodel: the part of the model that the clients hold; None is the whole model.
+        payload: the encoded message, if the message goes through stages.
         stages: what the replies go through.
-        form: equal for messages that can be stacked.
+        shape_key: equal for messages that can be stacked.
     """
 
     phase: Phase
@@ -44,19 +59,21 @@ class Broadcast:
     submodel: Submodel | None = None
     payload: Mapping[str, Any] | None = None
     stages: Sequence[Stage] = ()
-    form: str = field(init=False)
+    shape_key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.form = form_of(self.message)
+        self.shape_key = shape_key(self.message)
 
     @property
-    def travels(self) -> Mapping[str, Any]:
-        """What is sent to everyone."""
-        return self.message if self.payload is None else self.payload
+    def wire_message(self) -> Mapping[str, Any]:
+        """The message as it crosses the wire, the same for everyone; its bytes are counted."""
+        if self.payload is None:
+            return self.message
+        return self.payload
 
     @property
     def remembers(self) -> bool:
-        """Whether a task leaves something with its client, for the phase or for a stage."""
+        """Whether a task leaves a memory with its client, for the phase or for a stage."""
         return self.phase.remembers or any(stage.remembers for stage in self.stages)
 
     def __str__(self) -> str:
@@ -65,16 +82,19 @@ class Broadcast:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One client's work.
+    """One client's work in one exchange.
 
     Attributes:
-        number: unique in the run; the draws of the task are keyed by it.
-        position: the place of the client among those that were asked; of a posted task, once it has ended, its place
-            among those that `collect` has seen end.
-        own: what this client alone is sent.
-        key: the root of the client's draws.
-        weight: n p_i, with which the reply is averaged.
-        ended: when the task ended, on the clock of the transport.
+        broadcast: the phase and the message for everyone.
+        number: unique within a run; the random draws of the task are keyed by it.
+        position: the index of the client among those that were asked. For a posted task it is set
+            when the task ends: its index among the tasks that this `collect` has seen end.
+        client: who does the work.
+        steps: the number of local steps.
+        client_message: what this client alone is sent, besides the broadcast.
+        key: the root of the client's random draws.
+        weight: n p_i, the weight of the reply in averages.
+        ended_at: when the task ended, on the clock of the transport.
     """
 
     broadcast: Broadcast
@@ -82,27 +102,21 @@ class Task:
     position: int
     client: int
     steps: int
-    own: Mapping[str, Any]
+    client_message: Mapping[str, Any]
     key: int
     weight: float
-    ended: float = 0.0
-
-    def plain(self, broadcast: int) -> tuple[Any, ...]:
-        """The task as plain values, for a file; its broadcast is a number there."""
-        return (
-            broadcast,
-            self.number,
-            self.position,
-            self.client,
-            self.steps,
-            dict(self.own),
-            self.key,
-            self.weight,
-        )
+    ended_at: float = 0.0
 
 
 class TaskCost(NamedTuple):
-    """What a client spent on a task, or on a part of one; `peak_bytes` is the most it held at once."""
+    """What a client spent on a task, or on a part of one.
+
+    Attributes:
+        samples: samples read, counted once per step that reads them.
+        gradients: gradient evaluations; a Hessian or cross product counts as two.
+        flops: multiplications and additions in matrix products and convolutions.
+        peak_bytes: the most bytes held at once.
+    """
 
     samples: int = 0
     gradients: int = 0
@@ -110,6 +124,7 @@ class TaskCost(NamedTuple):
     peak_bytes: int = 0
 
     def then(self, other: TaskCost) -> TaskCost:
+        """The cost of this part followed by another one."""
         return TaskCost(
             self.samples + other.samples,
             self.gradients + other.gradients,
@@ -119,10 +134,13 @@ class TaskCost(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Replies that were added up where they were computed, with their weights.
+    """Replies that were summed where they were computed.
 
-    `accepted` counts the replies that are finite, and `totals` and `steps` are theirs; `finite` has a row for each
-    tensor of a reply and a column for each client.
+    Attributes:
+        totals: the weighted sums of the finite replies, by name.
+        steps: the weighted sum of the numbers of steps of the finite replies.
+        accepted: how many replies are finite.
+        finite: whether each tensor of each reply is finite: a row per tensor, a column per client.
     """
 
     totals: Values
@@ -133,13 +151,21 @@ class Sums(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The name of the value that each row of `finite` belongs to."""
-        return [name for name, value in self.totals.items() for _ in pytree.tree_leaves(value)]
+        names = []
+        for name, value in self.totals.items():
+            names += [name] * len(pytree.tree_leaves(value))
+        return names
 
 
 class Results(NamedTuple):
-    """What some tasks of one broadcast returned: their costs, the bytes of one reply, and a stack of replies.
+    """What some tasks returned.
 
-    Where the server needs only their sum, `sums` may stand in the place of `values`.
+    Attributes:
+        tasks: the tasks, of one phase.
+        costs: what each client spent.
+        nbytes: the bytes of one reply on the wire.
+        values: the replies as a stack, after the encoders of their stages.
+        sums: the sum of the replies instead of `values`, where the server needs nothing else.
     """
 
     tasks: Sequence[Task]
@@ -148,58 +174,77 @@ class Results(NamedTuple):
     values: Values
     sums: Sums | None = None
 
-    def chosen(self, places: Sequence[int]) -> Results:
+    def select(self, indices: Sequence[int]) -> Results:
         """The results of some of the tasks."""
-        if len(places) == len(self.tasks):
+        if len(indices) == len(self.tasks):
             return self
         return self._replace(
-            tasks=[self.tasks[j] for j in places],
-            costs=[self.costs[j] for j in places],
-            values=pytree.tree_map(lambda t: t[list(places)], self.values),
+            tasks=[self.tasks[j] for j in indices],
+            costs=[self.costs[j] for j in indices],
+            values=pytree.tree_map(lambda t: t[list(indices)], self.values),
         )
 
 
-def in_turns(tasks: Sequence[Task]) -> list[Sequence[Task]]:
-    """Tasks that may run side by side: where clients remember, those of one client follow each other."""
+def concurrent_groups(tasks: Sequence[Task]) -> list[Sequence[Task]]:
+    """Groups of tasks such that those within a group may run side by side.
+
+    Where clients remember, two tasks of one client must run one after the other: the k-th task of
+    each client is in the k-th group. Otherwise there is a single group.
+    """
     if not tasks or not tasks[0].broadcast.remembers:
         return [tasks]
-    turns: dict[int, list[Task]] = defaultdict(list)
-    before: Counter[int] = Counter()
+    groups: dict[int, list[Task]] = defaultdict(list)
+    earlier: Counter[int] = Counter()
     for task in tasks:
-        turns[before[task.client]].append(task)
-        before[task.client] += 1
-    return list(turns.values())
+        groups[earlier[task.client]].append(task)
+        earlier[task.client] += 1
+    return list(groups.values())
 
 
-def by_broadcast(tasks: Sequence[Task]) -> dict[Broadcast, list[Task]]:
+def group_by_broadcast(tasks: Sequence[Task]) -> dict[Broadcast, list[Task]]:
+    """The tasks of each broadcast, in the order given."""
     groups: dict[Broadcast, list[Task]] = defaultdict(list)
     for task in tasks:
         groups[task.broadcast].append(task)
     return groups
 
 
-def form_of(values: Mapping[str, Any]) -> str:
-    """A text that is equal for nested values whose tensors have equal shapes."""
-
-    def shapes(value: Any) -> Any:
-        if isinstance(value, Tree):  # the common case, and often
-            return {name: tensor.shape for name, tensor in value.items()}
-        return pytree.tree_map(lambda t: getattr(t, "shape", ()), value)
-
-    return repr({name: shapes(value) for name, value in values.items()}) if values else ""
+def shape_key(values: Mapping[str, Any]) -> str:
+    """A text that is equal for nested values whose tensors have equal names and shapes."""
+    if not values:
+        return ""
+    shapes = {}
+    for name, value in values.items():
+        if isinstance(value, Tree):  # the common case, faster than a walk over the nest
+            shapes[name] = {key: tensor.shape for key, tensor in value.items()}
+        else:
+            shapes[name] = pytree.tree_map(lambda t: getattr(t, "shape", ()), value)
+    return repr(shapes)
 
 
 class on_client:  # noqa: N801  (it reads as a phrase: with on_client(3, "round 1"))
-    """Within, an error of a client's own code or data names the client and the place.
+    """A context in which an error of a client's code or data names the client.
 
-    A `ValueError` or `TypeError` stays one; its subclasses may want other arguments than a message.
+    A `ValueError` or a `TypeError` keeps its type; anything else becomes a `ClientError`. An error
+    that already names its client passes unchanged, and so does an interrupt.
+
+    Args:
+        client: the client at work.
+        when: the moment in words, such as a `Broadcast`: phase and round.
+
+    Example:
+        >>> with on_client(3, "round 1"):
+        ...     raise KeyError("images")
+        Traceback (most recent call last):
+        fedbilevel.federation.task.ClientError: client 3, round 1: KeyError: 'images'
     """
 
-    __slots__ = ("client", "place")
+    # A class with slots: entered once per task, and a generator would be slower.
+    __slots__ = ("client", "when")
 
-    def __init__(self, client: int, place: object) -> None:
+    def __init__(self, client: int, when: object) -> None:
         self.client = client
-        self.place = place
+        self.when = when
 
     def __enter__(self) -> None:
         pass
@@ -209,14 +254,18 @@ class on_client:  # noqa: N801  (it reads as a phrase: with on_client(3, "round 
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, ClientError):
             return
-        where = f"client {self.client}, {self.place}"
+        where = f"client {self.client}, {self.when}"
         if type(error) in (ValueError, TypeError):
             raise type(error)(f"{where}: {first_line(error)}") from error
+        # A subclass may take other arguments than a message: its base class is raised instead.
         cause = f"{where}: {type(error).__name__}: {first_line(error)}"
-        if isinstance(error, (ValueError, TypeError)):
-            raise (ValueError if isinstance(error, ValueError) else TypeError)(cause) from error
+        if isinstance(error, ValueError):
+            raise ValueError(cause) from error
+        if isinstance(error, TypeError):
+            raise TypeError(cause) from error
         raise ClientError(cause) from error
 
 
 def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
     return str(error).strip().split("\n")[0] or "no message"

@@ -1,4 +1,9 @@
-"""What a federation expects of a transport, and what a transport reports."""
+"""What a federation expects of a transport, and what a transport reports.
+
+A transport carries tasks to clients and reports what becomes of them. Checks, averages, quorums and
+costs belong to the federation. A reply that is late is a transport's matter: it reports the task as
+`Missed`, and does not report the reply when it arrives after all.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +18,69 @@ from fedbilevel.federation.task import Results, Task, TaskCost
 
 
 class Departed(NamedTuple):
-    """Tasks went to their clients."""
+    """A report: messages were sent to clients. Their bytes are counted now.
+
+    Args:
+        tasks: the tasks that were sent, of one phase.
+
+    Example:
+        The first line of a `send` that cannot fail:
+
+        >>> def send(tasks, barrier):
+        ...     yield Departed(tasks)
+    """
 
     tasks: Sequence[Task]
 
 
 class Arrived(NamedTuple):
-    """Replies came; nobody has checked them."""
+    """A report: replies arrived. Nobody has checked them yet.
+
+    Args:
+        results: the replies, and what they cost.
+
+    Example:
+        A `receive` that computes all tasks at once:
+
+        >>> def receive(executor, tasks):
+        ...     for results in executor.run(tasks):
+        ...         yield Arrived(results)
+    """
 
     results: Results
 
 
 class Missed(NamedTuple):
-    """A task ended without a reply; `cost` is what the client spent all the same, if that is known.
+    """A report: a task ended without a reply, or its reply was too late.
 
-    `put_aside`: the server has given the client up, and with it the task; this does not count as lost.
+    Args:
+        task: the task.
+        cost: what the client spent all the same, if that is known.
+        excluded: whether the server has excluded the client; the task then does not count as lost.
+
+    Example:
+        >>> def report(task, now, deadline):
+        ...     if now > deadline:
+        ...         yield Missed(task)
     """
 
     task: Task
     cost: TaskCost | None = None
-    put_aside: bool = False
+    excluded: bool = False
 
 
 class Rejected(NamedTuple):
-    """A reply of this client cannot be used; `task` is the one that has ended with it, if one has."""
+    """A report: something arrived from a client that cannot be a reply.
+
+    Args:
+        client: who sent it.
+        why: what is wrong with it.
+        task: the task that ended with it; None if no task did, as with a second reply.
+
+    Example:
+        >>> Rejected(client=3, why="answered twice")
+        Rejected(client=3, why='answered twice', task=None)
+    """
 
     client: int
     why: str
@@ -47,14 +91,25 @@ Report = Departed | Arrived | Missed | Rejected
 
 
 class Transport(ABC):
-    """Carries tasks to clients and reports what becomes of them; tells the time and who is there.
+    """Carries tasks to clients, reports what becomes of them, and tells the time.
 
-    `now`, `samples`, `losses`, `send` and `receive` make a transport; the rest has defaults that suit one whose clients
-    are always there and which cannot be resumed while tasks are in flight.
+    A transport must define `now`, `samples`, `losses`, `send` and `receive`. The other methods have
+    defaults for a transport whose clients are always available and which cannot be resumed while
+    tasks are in flight. `docs/architecture.md` has a complete one that runs tasks in threads.
 
     Attributes:
-        ordered: whether reports come in an order that does not depend on timing. If not, the federation adds up the
-            replies of an `ask` in the order of its clients.
+        ordered: whether reports come in an order that does not depend on timing. If not, the
+            federation sums the replies of an `ask` in the order of its clients, so that rounding
+            does not depend on who was first.
+
+    Example:
+        A federation asks its transport for the time and for the size of a client's data:
+
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> fed = fb.simulated_federation(task.problem, task.clients)
+        >>> isinstance(fed.transport, Transport), fed.transport.now
+        (True, 0.0)
     """
 
     ordered: ClassVar[bool] = False
@@ -70,49 +125,90 @@ class Transport(ABC):
 
     @abstractmethod
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:
-        """The upper and lower loss over the clients, `upper_loss` and `lower_loss`; costs nothing."""
+        """Evaluate the global losses. This is a measurement: it costs nothing.
+
+        Args:
+            x: the upper variable.
+            y: the lower variable.
+
+        Returns:
+            The weighted means over clients, as "upper_loss" and "lower_loss".
+        """
 
     @abstractmethod
     def send(self, tasks: Sequence[Task], barrier: bool) -> Iterable[Report]:
-        """Hand tasks over. With a barrier nothing else happens until all of them have ended."""
+        """Hand over tasks.
+
+        Args:
+            tasks: the tasks, of one phase.
+            barrier: whether nothing else happens until all of them have ended (`Federation.ask`).
+
+        Returns:
+            Reports, at least a `Departed` for each task that was sent.
+        """
 
     @abstractmethod
     def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterable[Report]:
-        """Report what becomes of these tasks, until all have ended.
+        """Report what becomes of tasks, and set `ended_at` of each task that ends.
 
-        None stands for the tasks that were sent without a barrier: report until `limit` replies have come, or none are
-        left. Set `task.ended` of each that has ended.
+        Args:
+            tasks: tasks that were sent with a barrier: report until all of them have ended. None:
+                those that were sent without one.
+            limit: without a barrier, report until this many replies have arrived or no task is
+                left.
+
+        Returns:
+            Reports: `Arrived`, `Missed` or `Rejected` for every task that ends.
         """
 
-    def absent(self, needed: int, busy: Collection[int]) -> Collection[int]:
-        """The clients that cannot be asked now; waits until `needed` of the others can be."""
+    def unavailable(self, needed: int, busy: Collection[int]) -> Collection[int]:
+        """The clients that cannot be asked now; waits while too few can be.
+
+        Args:
+            needed: wait until at least this many clients can be asked.
+            busy: the clients whose posted tasks have not ended.
+
+        Returns:
+            The clients that must not be sampled.
+        """
         return busy
 
-    def refused(self, clients: Sequence[int]) -> None:
-        """Replies of these clients were not accepted."""
+    def notify_refused(self, clients: Sequence[int]) -> None:
+        """Learn that replies of these clients were not accepted; one entry per reply."""
 
-    def standstill(self) -> AbstractContextManager[None]:
-        """Within, no time passes."""
+    def paused_clock(self) -> AbstractContextManager[None]:
+        """A context in which no time passes, for `Federation.uncharged`.
+
+        Raises:
+            RuntimeError: this transport has a real clock.
+        """
         raise RuntimeError(
             "only a simulation can leave an exchange out of costs and time; aphe must be 'clients'"
         )
 
     def mark(self) -> Any:
-        """What `back` needs to undo everything that happens from now on, until the next mark."""
+        """Mark the present state, for `rollback`; the previous mark is void."""
 
-    def back(self, mark: Any) -> None:
+    def rollback(self, mark: Any) -> None:
         """Undo everything since the mark."""
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as plain values and tensors, for a file."""
+        """The state as plain values and tensors, for a checkpoint."""
         return {}
 
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
-        """Go on from a snapshot; `tasks` are those that were in flight without a barrier, by client."""
-        if tasks:
-            raise ValueError(
-                f"{type(self).__name__} cannot go on with tasks in flight; {len(tasks)} were"
-            )
+        """Resume from a snapshot.
 
-    def keep_in(self, folder: Path) -> None:
-        """Where to put, from now on, what would make every checkpoint large."""
+        Args:
+            snapshot: what `snapshot` returned.
+            tasks: the tasks that were in flight without a barrier, by client.
+
+        Raises:
+            ValueError: this transport cannot resume with tasks in flight, and there are some.
+        """
+        if tasks:
+            name = type(self).__name__
+            raise ValueError(f"{name} cannot resume with tasks in flight; there are {len(tasks)}")
+
+    def store_in(self, folder: Path) -> None:
+        """Set the folder for files that are too large for every checkpoint."""

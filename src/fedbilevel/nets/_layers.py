@@ -1,4 +1,6 @@
-"""Layers that take their width from their parameters, and dropout without global randomness."""
+"""Layers that take their width from their parameters, and dropout with keyed randomness."""
+
+from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
@@ -14,24 +16,54 @@ from fedbilevel.core.rng import fold_in, uniform
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation (Wu & He 2018) of groups of `size` channels: weight and bias are (groups, size).
+    """Group normalization over groups of a fixed number of channels, without buffers.
 
-    There are as many groups as the weight has rows when it is called, so a network cut to fewer channels normalises the
-    groups that are left, each as in the whole network. No buffers.
+    The number of groups is the number of rows of the weight at the time of the call. A network that
+    is cut to fewer channels therefore normalizes the groups that are left, each as in the whole
+    network; `torch.nn.GroupNorm` would keep the number of groups and mix their channels.
+
+    Args:
+        groups: the number of groups.
+        size: the number of channels per group. Weight and bias have the shape (groups, size).
+
+    Raises:
+        TypeError: an argument is not a whole number.
+        ValueError: an argument is below 1.
+
+    References:
+        Wu and He, "Group Normalization", ECCV 2018.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> norm = fb.nets.GroupNorm(groups=2, size=4)
+        >>> norm(torch.rand(3, 8, 5, 5)).shape
+        torch.Size([3, 8, 5, 5])
     """
 
     def __init__(self, groups: int, size: int) -> None:
         super().__init__()
-        shape = checks.integer("groups", groups, 1), checks.integer("size", size, 1)
+        shape = (checks.integer("groups", groups, least=1), checks.integer("size", size, least=1))
         self.weight = nn.Parameter(torch.ones(shape))
         self.bias = nn.Parameter(torch.zeros(shape))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Normalize h, of shape (batch, groups * size, ...)."""
         return group_norm(h, len(self.weight), self.weight.flatten(), self.bias.flatten())
 
 
 class Residual(nn.Module):
-    """path(h) + shortcut(h)."""
+    """A residual block: path(h) + shortcut(h).
+
+    Args:
+        path: the layers that are added to the shortcut.
+        shortcut: `nn.Identity()`, or a projection where the path changes the shape.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> block = fb.nets.Residual(nn.Identity(), nn.Identity())
+        >>> block(torch.tensor([1.0, 2.0]))
+        tensor([2., 4.])
+    """
 
     def __init__(self, path: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
@@ -39,6 +71,7 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return path(h) + shortcut(h)."""
         return self.path(h) + self.shortcut(h)  # type: ignore[no-any-return]
 
 
@@ -47,7 +80,28 @@ _keys: ContextVar[Iterator[Tensor] | None] = ContextVar("keys", default=None)
 
 @contextmanager
 def randomness(rng: Tensor) -> Iterator[None]:
-    """Within this context the n-th call of a `Dropout` draws with the key fold_in(rng, n)."""
+    """Give keys to the `Dropout` layers that are called in a `with` block.
+
+    The n-th call of a `Dropout` layer in the block draws with the key fold_in(rng, n), counted from
+    0. Blocks can be nested; the innermost one applies.
+
+    Args:
+        rng: a key (`fedbilevel.core.rng`); a loss with a fourth argument receives one.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.core.rng import root
+        >>> layer = fb.nets.Dropout(0.5)
+        >>> with fb.nets.randomness(root(0, "example")):
+        ...     first = layer(torch.ones(100))
+        >>> with fb.nets.randomness(root(0, "example")):
+        ...     second = layer(torch.ones(100))
+        >>> torch.equal(first, second)
+        True
+    """
     token = _keys.set(fold_in(rng, call) for call in itertools.count())
     try:
         yield
@@ -56,30 +110,71 @@ def randomness(rng: Tensor) -> Iterator[None]:
 
 
 def dropout(h: Tensor, p: float, rng: Tensor) -> Tensor:
-    """h with each entry zeroed with probability p and the others divided by 1 - p, drawn with the key rng."""
-    _check_rate(p)
+    """Set every entry to 0 with probability p, and divide the others by 1 - p.
+
+    Args:
+        h: a tensor.
+        p: the probability, in [0, 1).
+        rng: a key (`fedbilevel.core.rng`). The same key gives the same mask.
+
+    Returns:
+        A tensor of the shape of h whose expectation is h.
+
+    Raises:
+        ValueError: p is not in [0, 1).
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.core.rng import root
+        >>> dropped = fb.nets.dropout(torch.ones(100), p=0.5, rng=root(0, "example"))
+        >>> sorted(set(dropped.tolist()))
+        [0.0, 2.0]
+    """
+    _check_probability(p)
     return h * (uniform(rng, tuple(h.shape)) >= p) / (1 - p)
 
 
 class Dropout(nn.Module):
-    """`dropout` with a key of the enclosing `randomness(rng)`; the identity in evaluation mode."""
+    """A dropout layer that draws with a key of the enclosing `randomness` block.
+
+    Use it instead of `torch.nn.Dropout`, which draws from the global generator, so that runs could
+    not be repeated. In evaluation mode it returns its input.
+
+    Args:
+        p: the probability that an entry is set to 0, in [0, 1).
+
+    Raises:
+        ValueError: p is not in [0, 1).
+        RuntimeError: the layer is called in training mode outside of a `randomness` block.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.core.rng import root
+        >>> net = nn.Sequential(nn.Linear(4, 100), fb.nets.Dropout(0.5))
+        >>> with fb.nets.randomness(root(0, "example")):
+        ...     features = net(torch.ones(2, 4))
+        >>> features.shape
+        torch.Size([2, 100])
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        _check_rate(p)
+        _check_probability(p)
         self.p = p
 
     def forward(self, h: Tensor) -> Tensor:
+        """Apply `dropout` to h with the next key of the block."""
         if not self.training:
             return h
         keys = _keys.get()
         if keys is None:
             raise RuntimeError(
-                "Dropout in training mode must be called within `with fedbilevel.nets.randomness(rng):`"
+                "Dropout in training mode must be called "
+                "within `with fedbilevel.nets.randomness(rng):`"
             )
         return dropout(h, self.p, next(keys))
 
 
-def _check_rate(p: float) -> None:
+def _check_probability(p: float) -> None:
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; it must be at least 0 and below 1")

@@ -1,1 +1,1 @@
-"""Experiments on disk: configs, run folders, checkpoints."""
+"""Runs: the loop, what it leaves on disk, and how to read it back."""

@@ -1,4 +1,8 @@
-"""Checkpoints: one file, replaced at once, tensors without pickle, refused when damaged or foreign."""
+"""Checkpoints: values in one safetensors file, without pickle.
+
+A new checkpoint replaces the old one atomically. A file that is damaged, was written by another
+program or by another version is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,28 @@ from fedbilevel.core.codec import pack, unpack
 VERSION = "3"
 
 
-def save(path: Path, value: Any) -> None:
-    """Write a nest of dicts, lists, tuples, trees, tensors, numbers and strings; a reader sees the old or the new."""
+def save(path: Path, value: object) -> None:
+    """Write a value to a file; a reader sees either the old or the new file.
+
+    Args:
+        path: the file, which is replaced if it exists.
+        value: dicts, lists, tuples, trees, tensors, numbers, strings and `None`, nested as you
+            like.
+
+    Raises:
+        TypeError: if the value holds anything else; the file is left alone.
+        OSError: if the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "a.safetensors")
+        ...     save(file, {"round": 3, "x": torch.ones(2)})
+        ...     load(file)
+        {'round': 3, 'x': tensor([1., 1.])}
+    """
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(pack(value, tensors))
     metadata = {"fedbilevel": VERSION, "plain": plain, "digest": _digest(plain, tensors)}
@@ -33,19 +57,42 @@ def save(path: Path, value: Any) -> None:
 
 
 def load(path: Path) -> Any:
-    """What `save` was given."""
+    """Read a value from a file that `save` has written.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The value, with its tensors on the CPU.
+
+    Raises:
+        ValueError: if the file cannot be read, is damaged, or is not a checkpoint of this version.
+
+    Example:
+        >>> from pathlib import Path
+        >>> load(Path("missing.safetensors"))
+        Traceback (most recent call last):
+        ValueError: missing.safetensors is not a readable checkpoint (...)
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is not a readable checkpoint ({reason})") from error
+    version = metadata.get("fedbilevel")
+    if not version:
         raise ValueError(
-            f"{path} is not a readable checkpoint ({str(error).splitlines()[0]})"
-        ) from error
-    if metadata.get("fedbilevel") != VERSION:
-        found = metadata.get("fedbilevel")
-        what = f"is a checkpoint of version {found}" if found else "was not written by fedbilevel"
-        raise ValueError(f"{path} {what}; this version reads checkpoints of version {VERSION}")
+            f"{path} was not written by fedbilevel; "
+            f"this version reads checkpoints of version {VERSION}"
+        )
+    if version != VERSION:
+        raise ValueError(
+            f"{path} is a checkpoint of version {version}; "
+            f"this version reads checkpoints of version {VERSION}"
+        )
     plain = metadata.get("plain", "")
     if metadata.get("digest") != _digest(plain, tensors):
         raise ValueError(f"{path} is damaged: its contents do not match its digest")
@@ -53,6 +100,7 @@ def load(path: Path) -> Any:
 
 
 def _digest(plain: str, tensors: dict[str, Tensor]) -> str:
+    """Return a hash of everything that a checkpoint holds."""
     digest = hashlib.blake2b(plain.encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

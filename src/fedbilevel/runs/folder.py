@@ -1,68 +1,132 @@
-"""Reading the folder that a run leaves behind."""
+"""The folder of a run on disk: its files, how to find and read it, and whether a run may use it.
+
+A run folder holds `config.toml` (the resolved experiment), `metrics.jsonl` (one evaluation per
+line), `checkpoint/` (from which a killed run resumes) and, once the run has ended, `summary.json`.
+"""
 
 import json
+import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CONFIG, METRICS, SUMMARY = "config.toml", "metrics.jsonl", "summary.json"
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint/latest.safetensors"
+EXTENSIBLE = ("rounds", "stop")  # the settings that may differ when a run is resumed
+
+Table = dict[str, Any]  # as TOML and JSON hold it
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run as it lies on disk; `summary` is None while the run is unfinished."""
+    """The contents of a run folder, without its checkpoint.
+
+    Args:
+        path: the folder.
+        config: the resolved experiment.
+        history: the metrics of each evaluation; `None` stands for a number that is not finite.
+        summary: the summary, or `None` if the run has not ended.
+    """
 
     path: Path
-    config: dict[str, Any]
-    history: list[dict[str, Any]]
-    summary: dict[str, Any] | None
+    config: Table
+    history: list[Table]
+    summary: Table | None
 
     @property
     def algorithm(self) -> str:
+        """The label under which the experiment ran the algorithm, or else the algorithm's name."""
         return str(self.config.get("label") or self.config["algorithm"]["name"])
 
     @property
     def seed(self) -> int:
+        """The seed of the run."""
         return int(self.config["seed"])
 
     @property
     def status(self) -> str:
-        return "unfinished" if self.summary is None else str(self.summary["status"])
+        """How the run ended, or "unfinished"."""
+        if self.summary is None:
+            return "unfinished"
+        return str(self.summary["status"])
 
 
 def find(paths: Iterable[Path | str]) -> list[Path]:
-    """Every run folder at or below the given paths, sorted, each once."""
-    found: set[Path] = set()
+    """Find the run folders at or below the given paths.
+
+    Args:
+        paths: run folders, or folders that hold some.
+
+    Returns:
+        The run folders as absolute paths, sorted, each of them once.
+
+    Raises:
+        FileNotFoundError: if one of the paths is not a folder, or holds no run.
+
+    Example:
+        >>> import tempfile
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> with tempfile.TemporaryDirectory() as runs:
+        ...     for seed in (0, 1):
+        ...         out = f"{runs}/seed-{seed}"
+        ...         _ = fb.solve(task.problem, task.clients, "simfbo", rounds=1, seed=seed, out=out)
+        ...     [path.name for path in find([runs])]
+        ['seed-0', 'seed-1']
+    """
+    run_folders: set[Path] = set()
     for path in map(Path, paths):
         if not path.is_dir():
             raise FileNotFoundError(
                 f"{path} is not a folder: expected a run folder or a folder that holds some"
             )
-        below = {
-            file.parent.resolve()
-            for file in path.rglob(METRICS)
-            if (file.parent / CONFIG).is_file()
-        }
+        candidates = [file.parent for file in path.rglob(METRICS)]
+        below = {folder.resolve() for folder in candidates if (folder / CONFIG).is_file()}
         if not below:
             raise FileNotFoundError(
                 f"{path} holds no run: expected {CONFIG} and {METRICS} in it or in a folder below"
             )
-        found |= below
-    return sorted(found)
+        run_folders |= below
+    return sorted(run_folders)
 
 
 def read(path: Path | str) -> RunFolder:
-    """The run in this folder; a cut-off last line of its metrics is left out."""
+    """Read a run folder.
+
+    A killed run may leave an incomplete last line in its metrics; that line is left out.
+
+    Args:
+        path: the run folder.
+
+    Returns:
+        The run's config, history and summary.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if a file does not hold what it should; the message names the file.
+
+    Example:
+        >>> import tempfile
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> with tempfile.TemporaryDirectory() as out:
+        ...     _ = fb.solve(task.problem, task.clients, "simfbo", rounds=2, out=out)
+        ...     run = read(out)
+        >>> run.algorithm, run.status, len(run.history)
+        ('simfbo', 'completed', 3)
+    """
     path = Path(path)
-    return RunFolder(
-        path, _config(path / CONFIG), _history(path / METRICS), _summary(path / SUMMARY)
-    )
+    config = _read_config(path / CONFIG)
+    history = _read_history(path / METRICS)
+    summary = _read_summary(path / SUMMARY)
+    return RunFolder(path, config, history, summary)
 
 
-def _config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> Table:
     try:
         config = tomllib.loads(file.read_text("utf-8"))
     except ValueError as error:
@@ -75,7 +139,7 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _history(file: Path) -> list[dict[str, Any]]:
+def _read_history(file: Path) -> list[Table]:
     lines = file.read_bytes().splitlines()
     history = []
     for number, line in enumerate(lines, start=1):
@@ -85,12 +149,12 @@ def _history(file: Path) -> list[dict[str, Any]]:
             evaluation = None
         if isinstance(evaluation, dict):
             history.append(evaluation)
-        elif number < len(lines):  # the last line of a killed run may be cut off, no other may
+        elif number < len(lines):  # only the last line of a killed run may be incomplete
             raise ValueError(f"{file}, line {number}: {line[:40]!r} is not a JSON object")
     return history
 
 
-def _summary(file: Path) -> dict[str, Any] | None:
+def _read_summary(file: Path) -> Table | None:
     if not file.exists():
         return None
     try:
@@ -100,3 +164,85 @@ def _summary(file: Path) -> dict[str, Any] | None:
     if not isinstance(summary, dict) or "status" not in summary:
         raise ValueError(f"{file} is not a summary: expected a JSON object with a status")
     return summary
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run has written a checkpoint or a summary to this folder."""
+    return (path / CHECKPOINT).exists() or (path / SUMMARY).exists()
+
+
+def check_writable(path: Path, config: Mapping[str, Any], resume: bool) -> None:
+    """Check that a run may be written to a folder.
+
+    Args:
+        path: the folder, which need not exist.
+        config: the resolved experiment of the run.
+        resume: whether the run may continue one that is already there.
+
+    Raises:
+        FileExistsError: if the folder holds a run that is not to be resumed.
+        ValueError: if the run in the folder has other settings.
+    """
+    if not holds_run(path):
+        return
+    if not resume:
+        raise FileExistsError(
+            f"{path} already holds a run; resume it with --resume or give another folder with --out"
+        )
+    if (path / CHECKPOINT).exists():
+        check_same_settings(path, config)
+
+
+def check_same_settings(
+    path: Path, config: Mapping[str, Any], ignoring: Sequence[str] = EXTENSIBLE
+) -> None:
+    """Check that the run in a folder has the same settings as another, up to its budget.
+
+    Args:
+        path: the run folder.
+        config: the resolved experiment to compare with.
+        ignoring: keys of the experiment that may differ.
+
+    Raises:
+        ValueError: if a setting differs; the message names the setting and both values.
+    """
+    recorded = _flatten(read(path).config)
+    current = _flatten(without_none(config))
+    # Names come first: another algorithm explains why its settings differ.
+    for key in sorted({*recorded, *current}, key=lambda key: (not key.endswith(".name"), key)):
+        if key.split(".")[0] not in ignoring and recorded.get(key) != current.get(key):
+            raise ValueError(
+                f"{path} was run with {key} = {recorded.get(key)!r}, not {current.get(key)!r}; "
+                "a run is resumed under its own settings"
+            )
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Table:
+    """Return a nested table as one with dotted keys."""
+    flat: Table = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def without_none(table: Mapping[str, Any]) -> Table:
+    """Return a nested table as TOML can hold it: without `None`, and with lists for tuples."""
+    kept: Table = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            kept[key] = without_none(value)
+        elif isinstance(value, tuple):
+            kept[key] = list(value)
+        elif value is not None:
+            kept[key] = value
+    return kept
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader, or a killed run, sees either the old or the new one."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

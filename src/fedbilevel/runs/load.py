@@ -1,4 +1,4 @@
-"""Reading a run back: what it learnt, how it went, what it was."""
+"""Loads a recorded run: the variables that it learnt, its metrics and its config."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ from fedbilevel.runs import checkpoint, folder
 
 @dataclass(frozen=True)
 class LoadedRun:
+    """A run that was read from its folder.
+
+    Args:
+        x: the upper variables at the end of the run, or at its last checkpoint; after a divergence,
+            those of the last evaluation before.
+        y: the lower variables, likewise.
+        history: the metrics of each evaluation; `None` stands for a number that is not finite.
+        config: the resolved experiment.
+        status: "completed", "diverged", "interrupted", or "unfinished" if the run is still under
+            way or was killed.
+
+    Example:
+        >>> import tempfile
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> with tempfile.TemporaryDirectory() as out:
+        ...     _ = fb.solve(task.problem, task.clients, "simfbo", rounds=2, out=out)
+        ...     run = fb.load_run(out)
+        >>> sorted(run.state_dict()), len(run.history)
+        (['x', 'y'], 3)
+    """
+
     x: Tree
     y: Tree
     history: list[dict[str, Any]]
@@ -21,13 +43,42 @@ class LoadedRun:
     status: str
 
     def state_dict(self) -> dict[str, Tensor]:
-        """x and y together, under the names of the module they were split from."""
+        """Return x and y together, under the names of the module from which they were split.
+
+        Returns:
+            A dict for the `load_state_dict` of that module.
+        """
         return {**self.x, **self.y}
 
 
 def load_run(path: Path | str) -> LoadedRun:
-    """The run in a folder; of an unfinished one, its last checkpoint."""
-    found = folder.read(path)
+    """Load a run from the folder in which it was recorded.
+
+    Args:
+        path: the folder: `out` of `fb.solve`, or `--out` of `fedbilevel run`.
+
+    Returns:
+        The run; of an unfinished one, the variables at its last checkpoint.
+
+    Raises:
+        OSError: if a file of the run cannot be read.
+        ValueError: if a file is damaged, or was not written by this version of fedbilevel.
+
+    Example:
+        >>> import tempfile
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> with tempfile.TemporaryDirectory() as out:
+        ...     result = fb.solve(task.problem, task.clients, "simfbo", rounds=2, out=out)
+        ...     run = fb.load_run(out)
+        >>> run.status
+        'completed'
+        >>> bool((run.x["x"] == result.x["x"]).all())
+        True
+    """
+    run_folder = folder.read(path)
     saved = checkpoint.load(Path(path) / folder.CHECKPOINT)
     state = saved["good"] or saved["state"]
-    return LoadedRun(state["x"], state["y"], found.history, found.config, found.status)
+    return LoadedRun(
+        state["x"], state["y"], run_folder.history, run_folder.config, run_folder.status
+    )

@@ -1,32 +1,38 @@
-"""A run that leaves a folder behind: config.toml, metrics.jsonl, checkpoint/, summary.json."""
+"""Records a run in a folder: config.toml, metrics.jsonl, checkpoint/ and summary.json."""
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fedbilevel.core import ranks
 from fedbilevel.core.tree import is_finite
 from fedbilevel.runs import checkpoint
-from fedbilevel.runs.folder import CHECKPOINT, CONFIG, METRICS, SUMMARY
-from fedbilevel.runs.folder import read as read_folder
-from fedbilevel.runs.run import Run
+from fedbilevel.runs.folder import (
+    CHECKPOINT,
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    check_writable,
+    without_none,
+    write_atomically,
+)
+from fedbilevel.runs.run import Metrics, Run
 
-TARGETS = ("0.8", "0.9", "0.93", "0.95", "0.97")
-SPENT = (
+TARGET_ACCURACIES = ("0.8", "0.9", "0.93", "0.95", "0.97")
+FINAL_COSTS = (
     "bytes_up",
     "bytes_down",
     "samples",
@@ -36,14 +42,52 @@ SPENT = (
     "virtual_s",
     "wall_s",
 )
-EXTENSIBLE = ("rounds", "stop")  # what may differ when a run goes on
 
 
 class Recorder:
-    """Iterates over a run as the run does, and writes everything down on the way.
+    """Iterates over a run, and records it in a folder on the way.
 
-    Killed at any moment and resumed, a run ends with the files of one that was never killed: the checkpoint holds the
-    state, the runtime's counters and how long metrics.jsonl was, and what was written after it is written again.
+    Iterating over a recorder yields the same metrics as iterating over its run. A run that was
+    killed at any moment and then resumed leaves the same files as one that was never killed: a
+    checkpoint holds the state of the algorithm and of the federation, and the length that
+    metrics.jsonl had; later lines of that file are dropped and written again.
+
+    A run that fails before its first checkpoint leaves no folder. One process at a time may write
+    to a folder. Under `torchrun` all ranks iterate, and the first one writes.
+
+    Args:
+        run: the run.
+        path: the folder, which is created if necessary.
+        config: the resolved experiment, for config.toml; a resumed run must have the same one, up
+            to its budget.
+        resume: whether to continue the run in the folder, if there is one.
+        checkpoint_every: the number of iterations between two checkpoints. There is always one
+            after the first evaluation and one at the end.
+
+    Raises:
+        FileExistsError: if the folder holds a run and `resume` is false.
+        ValueError: if the run in the folder has other settings or a damaged checkpoint, or, when
+            the iteration starts, if another process is writing to the folder.
+        OSError: while iterating, if a file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.runs.recorder import Recorder
+        >>> from fedbilevel.runs.run import Run
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> fed = fb.simulated_federation(task.problem, task.clients)
+        >>> run = Run(fb.algorithms.SimFBO(), fed, {"rounds": 2})
+        >>> config = {"algorithm": {"name": "simfbo"}, "seed": 0}
+        >>> with tempfile.TemporaryDirectory() as runs:
+        ...     for metrics in Recorder(run, Path(runs, "first"), config):
+        ...         print("round", metrics["round"])
+        ...     sorted(file.name for file in Path(runs, "first").iterdir())
+        round 0
+        round 1
+        round 2
+        ['checkpoint', 'config.toml', 'metrics.jsonl', 'summary.json']
     """
 
     def __init__(
@@ -54,97 +98,48 @@ class Recorder:
         resume: bool = False,
         checkpoint_every: int = 10,
     ) -> None:
-        self.run, self.path, self.config, self.checkpoint_every = (
-            run,
-            path,
-            config,
-            checkpoint_every,
-        )
+        self.run = run
+        self.path = path
+        self.config = config
+        self.checkpoint_every = checkpoint_every
         self.checkpoint = path / CHECKPOINT
-        self._length = 0  # of metrics.jsonl, up to the checkpoint
-        run.fed.transport.keep_in(self.checkpoint.parent)
-        check_folder(path, config, resume)
+        self._metrics_bytes = 0  # the length of metrics.jsonl at the checkpoint
+        run.fed.transport.store_in(self.checkpoint.parent)
+        check_writable(path, config, resume)
         if self.checkpoint.exists():
             self._restore(checkpoint.load(self.checkpoint))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.run.after = self._between_iterations
+    def __iter__(self) -> Iterator[Metrics]:
+        self.run.after_iteration = self._save_if_due
         evaluations = iter(self.run)
-        first = (
-            [] if self.run.history else [next(evaluations)]
-        )  # what fails here fails before anything is written
-        if ranks.rank():  # the first rank writes; the others take part in its checkpoints
-            for metrics in itertools.chain(first, evaluations):
-                self._save_first()
-                yield metrics
-            self._save()
-            return
-        with self._folder():
-            with self._writing():
-                self.metrics = (self.path / METRICS).open("ab")
-            try:
-                self._start()
-                for metrics in itertools.chain(first, evaluations):
-                    self._write(metrics)
-                    yield metrics
-                self._save()
-                with self._writing():
-                    replace(self.path / SUMMARY, json.dumps(self.summary(), indent=2) + "\n")
-            finally:
-                with suppress(OSError):  # a full disk was told of when it was written to
-                    self.metrics.close()
-
-    def _start(self) -> None:
-        with self._writing():
-            self.metrics.truncate(self._length)
-            self.metrics.seek(self._length)
-            (self.path / SUMMARY).unlink(missing_ok=True)
-            replace(self.path / CONFIG, tomli_w.dumps(without_none(self.config)))
-
-    def _write(self, metrics: Mapping[str, Any]) -> None:
-        with self._writing():
-            self.metrics.write(json.dumps(_finite(metrics)).encode() + b"\n")
-            self.metrics.flush()
-        self._save_first()
-
-    def _save_first(self) -> None:
-        if len(self.run.history) == 1:
-            self._save()
-
-    @contextmanager
-    def _folder(self) -> Iterator[None]:
-        """The run's folder, for one writer; it goes again if the run could not even start."""
-        new = not self.path.exists()
-        with self._writing():
-            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            lock = (self.checkpoint.parent / "lock").open("ab")
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{self.path} is being written by another process") from None
-            try:
-                yield
-            finally:
-                if new and not self.checkpoint.exists():
-                    shutil.rmtree(self.path)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(f"{self.path} cannot be written: {error.strerror or error}") from error
+        if not self.run.history:
+            # Evaluate before any file is created: a run that cannot start leaves nothing behind.
+            evaluations = itertools.chain([next(evaluations)], evaluations)
+        if ranks.rank() == 0:
+            yield from self._record(evaluations)
+        else:
+            yield from self._take_part(evaluations)
 
     def summary(self) -> dict[str, Any]:
-        run, last = self.run, self.run.history[-1]
-        accuracies = [
-            (m["round"], a) for m in run.history if is_finite(a := m.get("test_accuracy", math.nan))
-        ]
-        reached = {
-            target: next((r for r, a in accuracies if a >= float(target)), None)
-            for target in TARGETS
-        }
+        """Return the summary of the run so far, as it is written to summary.json.
+
+        Returns:
+            The algorithm, task, data and seed; how the run ended; the accuracy, and the rounds that
+            it took to reach certain accuracies; and the costs, in total, by group of clients and by
+            phase.
+        """
+        run = self.run
+        accuracies = []
+        rounds_to: dict[str, float | None] = dict.fromkeys(TARGET_ACCURACIES)
+        for metrics in run.history:
+            accuracy = metrics.get("test_accuracy", math.nan)
+            if not is_finite(accuracy):
+                continue
+            accuracies.append(accuracy)
+            for target in TARGET_ACCURACIES:
+                if rounds_to[target] is None and accuracy >= float(target):
+                    rounds_to[target] = metrics["round"]
+        last = run.history[-1]
         return {
             "algorithm": run.algorithm.name,
             "label": self.config.get("label") or run.algorithm.name,
@@ -154,118 +149,139 @@ class Recorder:
             "status": run.status,
             "reason": run.reason,
             "rounds": run.fed.ledger.rounds,
-            "final_test_accuracy": accuracies[-1][1] if accuracies else None,
-            "best_test_accuracy": max(a for _, a in accuracies) if accuracies else None,
-            "rounds_to": reached,
-            **{key: last[key] for key in SPENT},
+            "final_test_accuracy": accuracies[-1] if accuracies else None,
+            "best_test_accuracy": max(accuracies, default=None),
+            "rounds_to": rounds_to,
+            **{key: last[key] for key in FINAL_COSTS},
             "refused_replies": run.fed.ledger.refused_replies,
             "lost_tasks": run.fed.ledger.lost_tasks,
             "clients": run.fed.ledger.clients.groups(),
             "ledger": {name: asdict(cost) for name, cost in run.fed.ledger.phases.items()},
         }
 
-    def _between_iterations(self) -> None:
+    def _record(self, evaluations: Iterable[Metrics]) -> Iterator[Metrics]:
+        with self._locked_folder():
+            with self._named_write_errors():
+                self._metrics_file = (self.path / METRICS).open("ab")
+            try:
+                self._prepare_files()
+                for metrics in evaluations:
+                    self._write(metrics)
+                    yield metrics
+                self._save()
+                with self._named_write_errors():
+                    summary = json.dumps(self.summary(), indent=2) + "\n"
+                    write_atomically(self.path / SUMMARY, summary)
+            finally:
+                with suppress(OSError):  # a full disk has already been reported by a write
+                    self._metrics_file.close()
+
+    def _take_part(self, evaluations: Iterable[Metrics]) -> Iterator[Metrics]:
+        """Iterate on a rank that writes nothing: checkpoints collect the state of all ranks."""
+        for metrics in evaluations:
+            self._save_if_first()
+            yield metrics
+        self._save()
+
+    @contextmanager
+    def _locked_folder(self) -> Iterator[None]:
+        """Hold the folder as its only writer; remove a new one that got no checkpoint."""
+        is_new = not self.path.exists()
+        # The lock is released in the thread that ends the iteration, which may be another one.
+        lock = FileLock(self.checkpoint.parent / "lock", thread_local=False)
+        with self._named_write_errors():
+            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                held = lock.acquire(blocking=False)
+            except Timeout:
+                raise ValueError(f"{self.path} is being written by another process") from None
+        with held:
+            try:
+                yield
+            finally:
+                if is_new and not self.checkpoint.exists():
+                    shutil.rmtree(self.path)
+
+    @contextmanager
+    def _named_write_errors(self) -> Iterator[None]:
+        """Let errors of the operating system name the folder."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{self.path} cannot be written: {error.strerror or error}") from error
+
+    def _prepare_files(self) -> None:
+        """Write the config; of a resumed run, drop the summary and lines after the checkpoint."""
+        with self._named_write_errors():
+            self._metrics_file.truncate(self._metrics_bytes)
+            self._metrics_file.seek(self._metrics_bytes)
+            (self.path / SUMMARY).unlink(missing_ok=True)
+            write_atomically(self.path / CONFIG, tomli_w.dumps(without_none(self.config)))
+
+    def _write(self, metrics: Metrics) -> None:
+        with self._named_write_errors():
+            self._metrics_file.write(json.dumps(_nan_to_none(metrics)).encode() + b"\n")
+            self._metrics_file.flush()
+        self._save_if_first()
+
+    def _save_if_first(self) -> None:
+        if len(self.run.history) == 1:
+            self._save()
+
+    def _save_if_due(self) -> None:
         if self.run.fed.iteration % self.checkpoint_every == 0:
             self._save()
 
     def _save(self) -> None:
-        run, federation = self.run, self.run.fed.snapshot()
-        if ranks.rank():
+        """Write a checkpoint; all ranks must call this, because it collects the state of all."""
+        run = self.run
+        federation = run.fed.snapshot()
+        if ranks.rank() != 0:
             return
+        good_state = None
+        if run.good_state is not run.state:
+            good_state = dict(run.good_state._asdict())
         value = {
             "state": dict(run.state._asdict()),
-            "good": None if run.good is run.state else dict(run.good._asdict()),
+            "good": good_state,
             "federation": federation,
-            "metrics_bytes": self.metrics.tell(),
+            "metrics_bytes": self._metrics_file.tell(),
             "status": run.status,
             "reason": run.reason,
         }
-        with self._writing():
+        with self._named_write_errors():
             checkpoint.save(self.checkpoint, value)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         run = self.run
-        kind = type(run.state)
-        if saved["state"].keys() != set(kind._fields):
+        state_type = type(run.state)
+        if saved["state"].keys() != set(state_type._fields):
             raise ValueError(f"{self.checkpoint} is not a checkpoint of {run.algorithm.name}")
-        state, good = tree_map_only(
-            Tensor, lambda t: t.to(run.fed.device), (saved["state"], saved["good"])
+        state, good_state = tree_map_only(
+            Tensor, lambda tensor: tensor.to(run.fed.device), (saved["state"], saved["good"])
         )
-        run.state = kind(**state)
-        run.good = run.state if good is None else kind(**good)
+        run.state = state_type(**state)
+        run.good_state = run.state
+        if good_state is not None:
+            run.good_state = state_type(**good_state)
         run.fed.restore(saved["federation"])
-        self._length = saved["metrics_bytes"]
-        lines = (self.path / METRICS).read_bytes()[: self._length]
-        if len(lines) < self._length:
+        self._metrics_bytes = saved["metrics_bytes"]
+        lines = (self.path / METRICS).read_bytes()[: self._metrics_bytes]
+        if len(lines) < self._metrics_bytes:
             raise ValueError(
                 f"{self.path / METRICS} has lost lines that were there at the checkpoint"
             )
-        run.history = [_numbers(json.loads(line)) for line in lines.splitlines()]
+        run.history = [_none_to_nan(json.loads(line)) for line in lines.splitlines()]
         if saved["status"] == "diverged":
-            run.status, run.reason = saved["status"], saved["reason"]
+            run.status = "diverged"
+            run.reason = saved["reason"]
 
 
-def holds_run(path: Path) -> bool:
-    return (path / CHECKPOINT).exists() or (path / SUMMARY).exists()
-
-
-def check_folder(path: Path, config: Mapping[str, Any], resume: bool) -> None:
-    """Whether a run may be written there: a new one, or the same one if it is to go on."""
-    if holds_run(path):
-        if not resume:
-            raise FileExistsError(
-                f"{path} holds a run already; go on with --resume or give another folder with --out"
-            )
-        if (path / CHECKPOINT).exists():
-            check_same(path, config)
-
-
-def check_same(path: Path, config: Mapping[str, Any], but: Sequence[str] = EXTENSIBLE) -> None:
-    """A run goes on under its own settings; only its budget may be raised."""
-    then, now = _flat(read_folder(path).config), _flat(without_none(config))
-    for key in sorted({*then, *now}, key=lambda key: (not key.endswith(".name"), key)):
-        if key.split(".")[0] not in but and then.get(key) != now.get(key):
-            raise ValueError(
-                f"{path} was run with {key} = {then.get(key)!r}, not {now.get(key)!r}; "
-                "a run goes on with its own settings"
-            )
-
-
-def replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: what is not finite becomes null."""
+def _nan_to_none(metrics: Metrics) -> dict[str, float | None]:
+    """Return metrics as JSON can hold them: numbers that are not finite become null."""
     return {key: value if is_finite(value) else None for key, value in metrics.items()}
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way round."""
+def _none_to_nan(metrics: Mapping[str, float | None]) -> Metrics:
+    """Return metrics from JSON with NaN for null."""
     return {key: math.nan if value is None else value for key, value in metrics.items()}
-
-
-def without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML has no null: what is not set is left out."""
-    return {
-        key: without_none(value)
-        if isinstance(value, Mapping)
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-        for key, value in table.items()
-        if value is not None
-    }
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
-    return flat

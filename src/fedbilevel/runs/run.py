@@ -1,4 +1,4 @@
-"""`solve`: run an algorithm on a problem and its clients, and evaluate it on the way."""
+"""The loop of a run: iterate the algorithm, evaluate it now and then, and decide when to stop."""
 
 from __future__ import annotations
 
@@ -6,40 +6,90 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.core import checks, ranks
 from fedbilevel.core.process import relaxed_garbage_collection
 from fedbilevel.core.tree import Tree, is_finite
 from fedbilevel.federation import Federation, QuorumError
-from fedbilevel.federation.ledger import Elapsed
+from fedbilevel.federation.ledger import TimeElapsed
 
+Metrics = dict[str, float]
 Evaluate = Callable[[Tree, Tree], Mapping[str, float]]
-DIVERGED = 1e6  # times the upper loss at the start
+Amounts = Mapping[str, float]
+
+UNITS = ("rounds", "bytes", "samples", "gradients", "flops", "virtual_s", "wall_s")
+DIVERGENCE_FACTOR = 1e6  # a run has diverged if its upper loss is this multiple of its start
 
 
 @dataclass
 class Result:
-    """Where a run ended, how (`status`: "completed", "diverged" or "interrupted", with `reason`), and its metrics."""
+    """The outcome of a run.
+
+    Args:
+        x: the upper variables at the end; after a divergence, those of the last evaluation before.
+        y: the lower variables, likewise.
+        history: the metrics of each evaluation: the costs so far ("round", "iteration", "bytes_up",
+            "bytes_down", "samples", "gradients", "flops", "peak_bytes", "virtual_s", "wall_s"),
+            "upper_loss" and "lower_loss", what the algorithm records, and what `evaluate` returned.
+        status: "completed", "diverged" or "interrupted".
+        reason: a sentence that says why the run diverged or was interrupted; else empty.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> result = fb.solve(task.problem, task.clients, "simfbo", rounds=10, every=5)
+        >>> result.status, result.x["x"].shape
+        ('completed', torch.Size([5]))
+        >>> [metrics["round"] for metrics in result.history]
+        [0, 5, 10]
+    """
 
     x: Tree
     y: Tree
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[Metrics] = field(default_factory=list)
     status: str = "completed"
     reason: str = ""
 
 
-Amounts = Mapping[str, float]
-UNITS = ("rounds", "bytes", "samples", "gradients", "flops", "virtual_s", "wall_s")
-
-
 class Run:
-    """A run under way: a state between iterations and what is needed to go on; iterating over it yields the metrics.
+    """An algorithm on a federation, between two iterations.
 
-    limits: no iteration starts once one of them is reached. every: evaluate when so much of something was spent since
-    the last multiple. Both are in `UNITS`. target: a test accuracy at which to stop. `after` is called between
-    iterations; `stop()` ends the run at the next such moment.
+    Iterating over a run advances it and yields the metrics of each evaluation: before the first
+    iteration, whenever another multiple of `every` is reached, and at the end. A run that was left
+    early continues where it stopped.
+
+    Costs are measured in "rounds", "bytes" (up and down together), "samples", "gradients", "flops",
+    "virtual_s" and "wall_s" (seconds of simulated and of real time).
+
+    Args:
+        algorithm: the algorithm.
+        fed: the federation on which it runs, with the problem and its clients.
+        limits: the budget, as an amount for one or several units of cost. No iteration starts once
+            one of them is reached; without any, the run does not end by itself.
+        evaluate: a function of x and y that returns numbers, which are added to the metrics.
+        every: the distance between two evaluations, in units of cost; by default one round.
+        target: a value of the metric "test_accuracy" at which the run stops.
+
+    Attributes:
+        state: the state of the algorithm.
+        history: the metrics of each evaluation so far.
+        status: "completed", also while the run is under way, "diverged" or "interrupted".
+        reason: why the run diverged or was interrupted.
+        after_iteration: a function that is called after each iteration; by default nothing happens.
+
+    Raises:
+        ValueError: if an amount is negative or in an unknown unit, or if the algorithm does not
+            solve such a problem.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.runs.run import Run
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> fed = fb.simulated_federation(task.problem, task.clients)
+        >>> run = Run(fb.algorithms.SimFBO(), fed, {"rounds": 5}, every={"rounds": 2})
+        >>> [metrics["round"] for metrics in run]
+        [0, 2, 4, 5]
     """
 
     def __init__(
@@ -51,125 +101,139 @@ class Run:
         every: Amounts | None = None,
         target: float | None = None,
     ) -> None:
-        self.limits, self.every = dict(limits), dict(every or {"rounds": 1})
+        self.limits = dict(limits)
+        self.every = dict(every or {"rounds": 1})
         for unit, amount in [*self.limits.items(), *self.every.items()]:
             checks.one_of("unit", unit, UNITS)
             checks.non_negative(unit, amount)
         algorithm.check(fed.problem, fed.environment)
         self.algorithm = algorithm
-        self.fed, self.evaluate, self.target = fed, evaluate, target
+        self.fed = fed
+        self.evaluate = evaluate
+        self.target = target
         self.state = algorithm.init(fed.problem)
-        self.good = self.state
-        self.history: list[dict[str, Any]] = []
-        self.status, self.reason = "completed", ""
-        self.after: Callable[[], None] = lambda: None
+        self.good_state = self.state  # at the last evaluation that did not show a divergence
+        self.history: list[Metrics] = []
+        self.status = "completed"
+        self.reason = ""
+        self.after_iteration: Callable[[], None] = lambda: None
         self._stopping = False
 
     @property
     def result(self) -> Result:
-        return Result(self.good.x, self.good.y, self.history, self.status, self.reason)
+        """The outcome so far, with the last x and y that had not diverged."""
+        good = self.good_state
+        return Result(good.x, good.y, self.history, self.status, self.reason)
 
     def spent(self) -> dict[str, float]:
-        """What the run has cost so far, in every unit."""
+        """Return what the run has cost so far, in every unit of `UNITS`."""
         totals = self.fed.ledger.totals()
         return {
             "rounds": totals["rounds"],
             "bytes": totals["bytes_up"] + totals["bytes_down"],
-            **{unit: totals[unit] for unit in ("samples", "gradients", "flops")},
+            "samples": totals["samples"],
+            "gradients": totals["gradients"],
+            "flops": totals["flops"],
             "virtual_s": self.fed.now,
             "wall_s": self.fed.ledger.wall_s,
         }
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Metrics]:
         with relaxed_garbage_collection():
-            yield from self._iterations()
+            yield from self._evaluations()
 
-    def _iterations(self) -> Iterator[dict[str, Any]]:
+    def _evaluations(self) -> Iterator[Metrics]:
         if not self.history:
             yield self._measure()
-        while self.status == "completed" and not self._finished():
-            before, spent, state = self.fed.mark(), self.spent(), self.state
+        while self.status == "completed" and not self._is_finished():
+            mark = self.fed.mark()
+            spent = self.spent()
+            state = self.state
             try:
                 self.advance()
-                if self._finished() or self._due(spent):
-                    with self._clocked():
-                        self.fed.settle()
+                if self._is_finished() or self._is_due(spent):
+                    with self._timed():
+                        self.fed.check_pending()
             except QuorumError as error:
-                self.status, self.reason = "diverged", str(error)
+                self._end("diverged", str(error))
             except KeyboardInterrupt:
-                self.fed.back(
-                    before
-                )  # the iteration under way leaves no trace, so that going on repeats it
+                # The unfinished iteration is undone, so that a resumed run repeats it as a whole.
+                self.fed.rollback(mark)
                 self.state = state
-                self.status, self.reason = (
-                    "interrupted",
-                    f"interrupted in round {self.fed.ledger.rounds + 1}",
-                )
+                self._end("interrupted", f"interrupted in round {self.fed.ledger.rounds + 1}")
                 return
-            if self.status == "diverged" or self._finished() or self._due(spent):
+            if self.status == "diverged" or self._is_finished() or self._is_due(spent):
                 yield self._measure()
-            self.after()
-            if any(ranks.gather(self._stopping)):
-                self.status, self.reason = (
-                    "interrupted",
-                    f"interrupted after round {self.fed.ledger.rounds}",
-                )
-
-    def stop(self) -> None:
-        self._stopping = True
-
-    def _finished(self) -> bool:
-        spent = self.spent()
-        reached = [unit for unit, limit in self.limits.items() if spent[unit] >= limit]
-        accuracy = self.history[-1].get("test_accuracy", 0.0)
-        return bool(reached) or (self.target is not None and accuracy >= self.target)
-
-    def _due(self, before: Amounts) -> bool:
-        spent = self.spent()
-        return any(spent[unit] // step > before[unit] // step for unit, step in self.every.items())
+            self.after_iteration()
+            if any(ranks.all_gather(self._stopping)):
+                self._end("interrupted", f"interrupted after round {self.fed.ledger.rounds}")
 
     def advance(self) -> None:
-        """One iteration."""
-        with self._clocked():
+        """Run one iteration of the algorithm, without an evaluation."""
+        with self._timed():
             settings = self.algorithm.at(self.fed.iteration)
             self.state = settings.iterate(self.state, self.fed)
             self.fed.iteration += 1
 
+    def stop(self) -> None:
+        """End the run after the current iteration; a signal handler may call this."""
+        self._stopping = True
+
+    def _end(self, status: str, reason: str) -> None:
+        self.status = status
+        self.reason = reason
+
+    def _is_finished(self) -> bool:
+        """Whether a limit or the target accuracy is reached."""
+        spent = self.spent()
+        if any(spent[unit] >= limit for unit, limit in self.limits.items()):
+            return True
+        accuracy = self.history[-1].get("test_accuracy", 0.0)
+        return self.target is not None and accuracy >= self.target
+
+    def _is_due(self, before: Amounts) -> bool:
+        """Whether another multiple of `every` was reached since this much was spent."""
+        spent = self.spent()
+        return any(spent[unit] // step > before[unit] // step for unit, step in self.every.items())
+
     @contextmanager
-    def _clocked(self) -> Iterator[None]:
+    def _timed(self) -> Iterator[None]:
+        """Add the time of a block to the run's wall time; of several ranks, the longest one."""
         started = time.perf_counter()
         yield
-        self.fed.ledger.book(Elapsed(max(ranks.gather(time.perf_counter() - started))))
+        elapsed = ranks.all_gather(time.perf_counter() - started)
+        self.fed.ledger.book(TimeElapsed(max(elapsed)))
 
-    def _measure(self) -> dict[str, Any]:
-        """Evaluate, and judge whether the run has diverged."""
-        x, y = self.state.x, self.state.y
+    def _measure(self) -> Metrics:
+        """Evaluate the state, and decide whether the run has diverged."""
+        x = self.state.x
+        y = self.state.y
         costs = self.fed.ledger.totals()
-        metrics: dict[str, Any] = {
-            "round": costs.pop("rounds"),
-            "iteration": self.fed.iteration,
-            **costs,
-        }
-        metrics |= {"virtual_s": self.fed.now, "wall_s": self.fed.ledger.wall_s}
-        metrics |= {**ranks.first(lambda: self.fed.transport.losses(x, y)), **self.fed.records()}
-        if self.evaluate and is_finite((x, y)):
-            evaluate = self.evaluate
-            metrics |= ranks.first(lambda: evaluate(x, y))
+        metrics: Metrics = {"round": costs.pop("rounds"), "iteration": self.fed.iteration, **costs}
+        metrics["virtual_s"] = self.fed.now
+        metrics["wall_s"] = self.fed.ledger.wall_s
+        metrics |= ranks.on_first_rank(lambda: self.fed.transport.losses(x, y))
+        metrics |= self.fed.records()
+        evaluate = self.evaluate
+        if evaluate and is_finite((x, y)):
+            metrics |= ranks.on_first_rank(lambda: evaluate(x, y))
         self.history.append(metrics)
-        if self.status == "completed" and (reason := self._diverged(metrics)):
-            self.status, self.reason = "diverged", f"round {metrics['round']}: {reason}"
+        if self.status == "completed" and (reason := self._divergence(metrics)):
+            self._end("diverged", f"round {metrics['round']}: {reason}")
         if self.status == "completed":
-            self.good = self.state
+            self.good_state = self.state
         return metrics
 
-    def _diverged(self, metrics: Mapping[str, Any]) -> str:
+    def _divergence(self, metrics: Metrics) -> str:
+        """Return what shows that the run has diverged, or an empty string."""
         for name, value in self.state._asdict().items():
             if not is_finite(value):
                 return f"{name} is not finite"
         for name in ("upper_loss", "lower_loss"):
             if not is_finite(metrics[name]):
                 return f"{name} is not finite"
+        loss = metrics["upper_loss"]
         start = abs(self.history[0]["upper_loss"])
-        if start > 0 and metrics["upper_loss"] > DIVERGED * start:
-            return f"upper_loss is {metrics['upper_loss']:.3g}, more than {DIVERGED:.0e} times its start"
+        if start > 0 and loss > DIVERGENCE_FACTOR * start:
+            return f"upper_loss is {loss:.3g}, more than {DIVERGENCE_FACTOR:.0e} times its start"
         return ""

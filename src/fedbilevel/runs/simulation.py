@@ -1,4 +1,4 @@
-"""A federation on one machine, put together: executor, virtual clock, federation."""
+"""Assembles a simulated federation on one machine: an executor, a virtual clock, a federation."""
 
 from __future__ import annotations
 
@@ -33,24 +33,46 @@ def simulated_federation(
     precision: Literal["fp32", "bf16"] = "fp32",
     compile: bool = False,
 ) -> Federation:
-    """Clients held in memory, on a virtual clock.
+    """Create a federation whose clients are simulated in this process, on a virtual clock.
 
     Args:
-        problem: what is solved.
-        clients: the data of each client; any sequence, and a lazy one is asked only for the cohort.
-        environment: the conditions under which clients take part.
-        weights: p_i, "uniform", "samples" or one number per client.
-        seed: of everything that is drawn.
-        device: where clients and server compute.
-        mode: "stack" runs clients of equal batch shape together; "loop" runs them one by one and as they are written,
-            for debugging and for losses that `vmap` cannot take. Both see the same draws and agree to rounding.
-        memory: bytes that a stack may take, by default two gigabytes or a quarter of a GPU. Of what clients remember
-            as many bytes are held in memory, the rest in a file.
-        precision: of the backbone (`Problem.embed`).
-        compile: whether tasks go through PyTorch's compiler, on a GPU.
+        problem: the bilevel problem, on the same device.
+        clients: the data of each client. Any sequence will do; one that loads its entries on access
+            is asked only for the clients of a cohort.
+        environment: the conditions under which clients take part; by default all of them do, with
+            one local step on all of their data.
+        weights: the weights p_i: "uniform", "samples" (in proportion to the training samples), or
+            one number per client.
+        seed: the seed of all random draws.
+        device: where clients and server compute, as PyTorch names it: "cpu", "cuda" or "cuda:N".
+        mode: "stack" computes clients with batches of equal shape together; "loop" computes them
+            one by one, for debugging and for losses that `torch.vmap` does not support. Both make
+            the same random draws, and agree up to rounding.
+        memory: the bytes that a stack of clients may take, by default two gigabytes, or a quarter
+            of a GPU. Client memory beyond the same number of bytes goes to a file.
+        precision: the precision of the backbone (`Problem.embed`).
+        compile: whether client steps are compiled with `torch.compile`; for GPUs only.
+
+    Returns:
+        The federation, for `fb.solve` or `Run`.
 
     Raises:
-        ValueError, TypeError: an argument, or the first client's data, does not fit.
+        ValueError: if an argument has a wrong value, or does not fit the number of clients.
+        TypeError: if an argument has a wrong type.
+        ClientError: if a loss fails on the data of the first client.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> pairs = fb.Environment(participation=2)
+        >>> federation = fb.simulated_federation(task.problem, task.clients, pairs, mode="loop")
+        >>> len(federation), len(federation.sample())
+        (4, 2)
+        >>> result = fb.solve(
+        ...     task.problem, task.clients, "simfbo", rounds=3, federation=federation
+        ... )
+        >>> federation.ledger.rounds
+        3
     """
     if len(clients) == 0:
         raise ValueError("clients is empty; a federation needs at least one")
@@ -59,27 +81,36 @@ def simulated_federation(
     checks.one_of("mode", mode, ("stack", "loop"))
     if compile and device == "cpu":
         raise ValueError(
-            "compile is True, but device is 'cpu', where a compiled step is no faster; it must be False"
+            "compile is True, but device is 'cpu', where a compiled step is no faster; "
+            "it must be False"
         )
     p = client_weights(weights, clients)
-    episode = environment.batch_size if problem.lower_level == "private" else None
+    batch_size = environment.batch_size
+    episode = batch_size if problem.lower_level == "private" else None
     with on_client(0, "before round 1"):
         problem.check(clients[0], device, episode)
-    room = devices.stack_bytes(device) if memory is None else memory
-    rounded = problem.rounded(precision)
-    size = environment.batch_size
+    if memory is None:
+        memory = devices.stack_bytes(device)
     executor: Executor
     if mode == "loop":
-        executor = ReferenceExecutor(rounded, clients, size, device=device, memory=room)
+        executor = ReferenceExecutor(
+            problem.with_precision(precision), clients, batch_size, device=device, memory=memory
+        )
     else:
         executor = StackedExecutor(
-            rounded, clients, size, device=device, memory=room, compile=compile
+            problem.with_precision(precision),
+            clients,
+            batch_size,
+            device=device,
+            memory=memory,
+            compile=compile,
         )
     if ranks.size() > 1:
         executor = RankedExecutor(executor, device)
 
     @functools.cache
     def evaluation() -> Losses:
+        # Created at the first evaluation, because it reads the data of many clients.
         return Losses(
             problem, clients, p, environment, seed=seed, device=device, stack=mode == "stack"
         )

@@ -1,10 +1,10 @@
-"""`solve`: run an algorithm on a problem and its clients, and write down what happens."""
+"""`solve`: run an algorithm on a problem and its clients, in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fedbilevel import algorithms
 from fedbilevel.algorithms import Algorithm
@@ -12,8 +12,11 @@ from fedbilevel.core import checks, devices, ranks
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
-from fedbilevel.runs.run import Evaluate, Result, Run
+from fedbilevel.runs.run import Evaluate, Metrics, Result, Run
 from fedbilevel.runs.simulation import simulated_federation
+
+if TYPE_CHECKING:
+    from fedbilevel.runs.recorder import Recorder
 
 
 def solve(
@@ -32,23 +35,67 @@ def solve(
     evaluate: Evaluate | None = None,
     every: int = 1,
 ) -> Result:
-    """Solve a federated bilevel problem; the docs of each algorithm say what it does.
+    """Solve a federated bilevel problem.
 
-    rounds: a budget of communication rounds; no iteration starts once it is reached. device: cpu, cuda, or auto.
-    evaluate(x, y) returns a dict of numbers that is added to the metrics, before round 0 and at the end of the first
-    iteration at or after each multiple of `every`. algorithm: "simfbo" by default. federation: instead of a simulated
-    one that is made from environment, weights and seed. out: the run leaves a folder (metrics, checkpoint, summary);
-    `resume=True` goes on with the one in it.
+    With client weights p_i and the clients' losses f_i and g_i, the problem is
+
+        min_x F(x, y*(x))   with   y*(x) = argmin_y G(x, y),
+        F = sum_i p_i f_i   and   G = sum_i p_i g_i.
+
+    Args:
+        problem: the two losses f and g, and where x and y start.
+        clients: the data of each client.
+        algorithm: the name of a registered algorithm, which then has its default settings, or an
+            algorithm such as `fb.algorithms.SimFBO(lr_x=0.1)`; "simfbo" by default.
+        rounds: the budget of communication rounds; no iteration starts once it is reached.
+        environment: the conditions under which clients take part: participation, local steps, batch
+            size, delays and so on. By default all clients take part in each round, with one local
+            step on all of their data.
+        weights: the weights p_i: "uniform", "samples" (in proportion to the training samples), or
+            one number per client.
+        seed: the seed of all random draws; a run with the same seed repeats exactly.
+        device: "cpu", "cuda", "cuda:N", or "auto" for a GPU if there is one.
+        federation: the federation to use instead of a simulated one. `environment`, `weights`,
+            `seed` and `device` are those of the federation then, and `environment` must not be
+            given.
+        out: a folder in which the run is recorded: metrics, checkpoint and summary. `fb.load_run`
+            reads it.
+        resume: whether to resume the run in `out`, if there is one, from its last checkpoint.
+        evaluate: a function of x and y that returns numbers by name, which are added to the
+            metrics.
+        every: the number of rounds between two evaluations. There is one at the start, one after
+            the first iteration that reaches another multiple of `every`, and one at the end.
+
+    Returns:
+        The final x and y, the metrics of each evaluation, and how the run ended.
+
+    Raises:
+        ValueError: if an argument has a wrong value, if arguments contradict each other, or if the
+            algorithm does not solve such a problem.
+        TypeError: if an argument has a wrong type.
+        FileExistsError: if `out` holds a run and `resume` is false.
+        ClientError: if a loss fails on a client's data; the message names the client.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> environment = fb.Environment(participation=2, local_steps=3)
+        >>> result = fb.solve(
+        ...     task.problem, task.clients, "simfbo", rounds=10, environment=environment, every=5
+        ... )
+        >>> result.status
+        'completed'
+        >>> [metrics["round"] for metrics in result.history]
+        [0, 5, 10]
     """
     if resume and out is None:
-        raise ValueError("resume is True but out is not given; a run goes on in its folder")
-    method = (
-        algorithms.get(algorithm)()
-        if isinstance(algorithm, str)
-        else algorithm or algorithms.SimFBO()
-    )
+        raise ValueError("resume is True but out is not given; out names the folder of the run")
+    if isinstance(algorithm, str):
+        method = algorithms.get(algorithm)()
+    else:
+        method = algorithm or algorithms.SimFBO()
     if federation is None:
-        device = ranks.device(devices.chosen(device))
+        device = ranks.local_device(devices.resolve_device(device))
         federation = simulated_federation(
             problem.to(device), clients, environment, weights=weights, seed=seed, device=device
         )
@@ -57,36 +104,52 @@ def solve(
     checks.integer("rounds", rounds, least=0)
     checks.integer("every", every, least=1)
     run = Run(method, federation, {"rounds": rounds}, evaluate, {"rounds": every})
-    for _ in run if out is None else _recorded(run, Path(out), resume):
+    evaluations: Iterable[Metrics] = run
+    if out is not None:
+        evaluations = _recorder(run, Path(out), resume)
+    for _ in evaluations:
         pass
     return run.result
 
 
-def _recorded(run: Run, folder: Path, resume: bool) -> Iterable[dict[str, Any]]:
-    """The run, written down; its losses are Python functions, so config.toml tells what ran but cannot run it again."""
-    from fedbilevel.runs.recorder import Recorder  # needs more than torch
+def _recorder(run: Run, folder: Path, resume: bool) -> Recorder:
+    """Return a recorder for a run that was started from Python.
+
+    The losses of such a run are Python functions, so its config.toml describes it but cannot start
+    it again.
+    """
+    from fedbilevel.runs.recorder import Recorder  # needs more packages than PyTorch
 
     fed = run.fed
+    device = fed.device
+    if ranks.size() > 1:
+        device = device.split(":")[0]  # each rank has its own number
     config = {
         "title": "started from Python",
         "task": {"name": "python"},
-        "algorithm": {"name": run.algorithm.name, **_plain(run.algorithm)},
-        "environment": _plain(fed.environment),
+        "algorithm": {"name": run.algorithm.name, **_settings_table(run.algorithm)},
+        "environment": _settings_table(fed.environment),
         "rounds": run.limits["rounds"],
         "every": run.every,
         "seed": fed.seed,
-        "device": fed.device.split(":")[0] if ranks.size() > 1 else fed.device,
+        "device": device,
     }
     return Recorder(run, folder, config, resume)
 
 
-def _plain(settings: Any) -> dict[str, Any]:
-    """A dataclass as a table; what is not plain (a schedule, a delay) is told, not stored."""
-    plain = (bool, int, float, str, type(None))
-    table: dict[str, Any] = {}
-    for key, value in vars(settings).items():
+def _settings_table(settings: object) -> dict[str, object]:
+    """Return the fields of a dataclass as TOML can hold them."""
+    table: dict[str, object] = {}
+    for name, value in vars(settings).items():
         if isinstance(value, (list, tuple)):
-            table[key] = [entry if isinstance(entry, plain) else repr(entry) for entry in value]
+            table[name] = [_plain(entry) for entry in value]
         else:
-            table[key] = value if isinstance(value, plain) else repr(value)
+            table[name] = _plain(value)
     return table
+
+
+def _plain(value: object) -> object:
+    """Return a plain value as it is, and anything else, such as a schedule, as its `repr`."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return repr(value)

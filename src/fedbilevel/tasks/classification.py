@@ -1,4 +1,4 @@
-"""What the tasks on classification data share: a data set dealt to clients, and accuracies on it."""
+"""What tasks on classification data share: samples of clients, networks for them, accuracies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,22 @@ from fedbilevel.data import load
 from fedbilevel.data import partition as partitions
 
 TRAIN_ACCURACY_SAMPLES = 5000
-AT_ONCE = 1000  # samples of which predictions are made
+PREDICTION_BATCH = 1000
+
+Scores = Callable[[Tree, Tree, Tensor], Tensor]
 
 
-class Dealt(NamedTuple):
-    """Inputs and labels, each client's (training, validation) samples among them, and a test set."""
+class ClassificationData(NamedTuple):
+    """A labelled data set that is partitioned among clients, and a test set.
+
+    Attributes:
+        inputs: the samples of all clients, along the leading axis.
+        labels: their labels.
+        splits: per client, the indices of its training and of its validation samples.
+        test: inputs and labels of the test set.
+        classes: how many classes there are.
+        imbalanced: whether some classes have far more training samples than others.
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -31,21 +42,34 @@ class Dealt(NamedTuple):
     imbalanced: bool = False
 
     def clients(self) -> list[ClientData]:
-        """Each client's samples are parts of one tensor, so that a batch of many clients is one look-up in it."""
+        """Return the data of each client.
+
+        All of them are views of one tensor, so that a batch of many clients is one lookup in it.
+        """
         parts = [part for split in self.splits for part in split]
-        order, sizes = torch.cat(parts), [len(part) for part in parts]
-        sides = list(
-            zip(self.inputs[order].split(sizes), self.labels[order].split(sizes), strict=True)
-        )
-        return [
-            ClientData(train=train, val=val)
-            for train, val in zip(sides[::2], sides[1::2], strict=True)
-        ]
+        order = torch.cat(parts)
+        sizes = [len(part) for part in parts]
+        inputs = self.inputs[order].split(sizes)
+        labels = self.labels[order].split(sizes)
+        sides = list(zip(inputs, labels, strict=True))
+        pairs = zip(sides[::2], sides[1::2], strict=True)
+        return [ClientData(train=train, val=val) for train, val in pairs]
 
     def network(
         self, name: str, hidden: int, seed: int, head_layers: int = 1, dropout: float = 0.0
     ) -> nn.Module:
-        """A network for these inputs and classes: mlp (of `hidden` units), cnn (LeNet-5) or resnet18."""
+        """Return a network for these inputs and classes.
+
+        Args:
+            name: "mlp", "cnn" (LeNet-5) or "resnet18".
+            hidden: hidden units of the MLP.
+            seed: the seed of its initial parameters.
+            head_layers: how many fully connected layers of LeNet-5 form its head.
+            dropout: the dropout rate of the MLP.
+
+        Raises:
+            ValueError: the name is unknown, or an option does not suit the network or the data.
+        """
         checks.one_of("model", name, ("mlp", "cnn", "resnet18"))
         if name != "cnn" and head_layers != 1:
             raise ValueError(f"head_layers is {head_layers}; with model {name!r} it must be 1")
@@ -62,33 +86,43 @@ class Dealt(NamedTuple):
             return nets.resnet18(shape[0], shape[1], self.classes, seed)
         return nets.lenet(shape[0], shape[1], self.classes, seed, head_layers)
 
-    def accuracies(
-        self, predict: Callable[[Tree, Tree, Tensor], Tensor], x: Tree, y: Tree
-    ) -> dict[str, float]:
-        """Of predict(x, y, inputs), a row of scores a sample: on the first 5,000 samples dealt and on the test set.
+    def accuracies(self, scores: Scores, x: Tree, y: Tree) -> dict[str, float]:
+        """Return the accuracies on training samples and on the test set.
 
-        Where classes are imbalanced in training, balanced_accuracy too: the mean over classes on the test set.
+        Args:
+            scores: `scores(x, y, inputs)` returns one row of class scores per sample.
+            x: the upper variables.
+            y: the lower variables.
+
+        Returns:
+            `train_accuracy` (on the first 5,000 samples) and `test_accuracy`; where classes are
+            imbalanced in training also `balanced_accuracy`, the mean over classes on the test set.
         """
         device = next(iter(x.values())).device
 
-        def right(inputs: Tensor, labels: Tensor) -> Tensor:
+        def correct(inputs: Tensor, labels: Tensor) -> Tensor:
             with torch.no_grad():
-                parts = [
-                    predict(x, y, part.to(device)).argmax(-1).cpu()
-                    for part in inputs.split(AT_ONCE)
+                predictions = [
+                    scores(x, y, batch.to(device)).argmax(-1).cpu()
+                    for batch in inputs.split(PREDICTION_BATCH)
                 ]
-            return (torch.cat(parts) == labels).float()
+            return (torch.cat(predictions) == labels).float()
 
-        seen = right(self.inputs[:TRAIN_ACCURACY_SAMPLES], self.labels[:TRAIN_ACCURACY_SAMPLES])
-        unseen = right(*self.test)
-        found = {"train_accuracy": float(seen.mean()), "test_accuracy": float(unseen.mean())}
+        some = slice(TRAIN_ACCURACY_SAMPLES)
+        on_train = correct(self.inputs[some], self.labels[some])
+        on_test = correct(*self.test)
+        metrics = {
+            "train_accuracy": float(on_train.mean()),
+            "test_accuracy": float(on_test.mean()),
+        }
         if self.imbalanced:
-            each = [unseen[self.test[1] == label].mean() for label in self.test[1].unique()]
-            found["balanced_accuracy"] = float(torch.stack(each).mean())
-        return found
+            _, test_labels = self.test
+            per_class = [on_test[test_labels == label].mean() for label in test_labels.unique()]
+            metrics["balanced_accuracy"] = float(torch.stack(per_class).mean())
+        return metrics
 
 
-def deal(
+def load_partitioned(
     data: str,
     data_dir: str | Path | None,
     partition: str,
@@ -100,37 +134,61 @@ def deal(
     test_samples: int | None,
     seed: int,
     imbalance: float = 1.0,
-) -> Dealt:
-    """A data set, dealt by the partition of that name; `samples` and `test_samples` keep the first so many.
+) -> ClassificationData:
+    """Load a data set and partition it among clients.
 
-    imbalance: of the n_k samples of class k only the first n_k mu^k are dealt (at least 1), where mu makes the first
-    class so many times as large as the last. The test set keeps its balance.
+    Args:
+        data: the name of the data set.
+        data_dir: where its files are; see `fedbilevel.data.load`.
+        partition: "iid", "shards" or "dirichlet".
+        alpha: the concentration of "dirichlet".
+        clients: the number of clients.
+        validation: the fraction of each client's samples that are for validation.
+        samples: use only this many training samples, the first ones.
+        test_samples: use only this many test samples, the first ones.
+        seed: the seed of the partition.
+        imbalance: how many times as many training samples the first class has as the last. Of the
+            n_k samples of class k the first n_k mu^k are used, at least 1. The test set stays
+            balanced.
+
+    Raises:
+        ValueError: an argument is out of range.
+        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
     """
     source = load(data, data_dir)
     for name, count in (("samples", samples), ("test_samples", test_samples)):
         if count is not None:
             checks.integer(name, count, least=1)
-    inputs, labels = (tensor[:samples] for tensor in source.train)
+    inputs, labels = source.train
+    inputs = inputs[:samples]
+    labels = labels[:samples]
     if checks.number("imbalance", imbalance) < 1:
         raise ValueError(f"imbalance is {imbalance}; it must be at least 1")
     if imbalance > 1:
         kept = long_tail(labels, source.classes, imbalance)
-        inputs, labels = inputs[kept], labels[kept]
-    options = {} if alpha is None else {"alpha": alpha}
+        inputs = inputs[kept]
+        labels = labels[kept]
+    options = {}
+    if alpha is not None:
+        options["alpha"] = alpha
     parts = partitions.by_name(partition, labels, clients, seed, **options)
-    splits = [partitions.split(part, validation, seed, client) for client, part in enumerate(parts)]
-    indices = [(torch.as_tensor(train), torch.as_tensor(val)) for train, val in splits]
+    splits = []
+    for client, part in enumerate(parts):
+        train, val = partitions.split(part, validation, seed, client)
+        splits.append((torch.as_tensor(train), torch.as_tensor(val)))
     test_inputs, test_labels = source.test
     test = test_inputs[:test_samples], test_labels[:test_samples]
-    return Dealt(inputs, labels, indices, test, source.classes, imbalance > 1)
+    return ClassificationData(inputs, labels, splits, test, source.classes, imbalance > 1)
 
 
 def long_tail(labels: Tensor, classes: int, imbalance: float) -> Tensor:
-    """The samples to keep, in their order: of class k the first n_k imbalance^(-k / (classes - 1)), at least 1."""
-    members = [(labels == k).nonzero()[:, 0] for k in range(classes)]
-    counts = [
-        max(round(len(own) * imbalance ** (-k / (classes - 1))), 1) for k, own in enumerate(members)
-    ]
-    return (
-        torch.cat([own[:count] for own, count in zip(members, counts, strict=True)]).sort().values
-    )
+    """Return the indices of a long-tailed subset, in the order of the data.
+
+    Of class k the first n_k imbalance^(-k / (classes - 1)) samples are kept, at least 1.
+    """
+    kept = []
+    for k in range(classes):
+        members = (labels == k).nonzero()[:, 0]
+        count = round(len(members) * imbalance ** (-k / (classes - 1)))
+        kept.append(members[: max(count, 1)])
+    return torch.cat(kept).sort().values

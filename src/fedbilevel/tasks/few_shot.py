@@ -1,14 +1,18 @@
-"""Few-shot learning: learn a backbone (upper level) on which a head (lower level) tells new characters apart.
+"""Few-shot learning: learn a backbone (upper level) for heads (lower level) on new classes.
 
-An episode takes N characters (ways), K drawings (shots) of each as its support and the others as its queries, and
-labels the characters by their places 0 to N-1. It has a head of its own, fitted from a start that all share:
+An episode takes N characters (ways). K drawings (shots) of each form its support, the other
+drawings its queries, and the labels are the positions 0 to N-1 of the characters in the episode.
+It has its own head, fitted from a start that all episodes share:
 
-lower: cross-entropy of the head on the support + ridge/2 ||y||^2,       upper: cross-entropy on the queries
+lower: cross-entropy of the head on the support + ridge/2 ||y||^2,
+upper: cross-entropy on the queries.
 
-A client's sample is a character with all its drawings, so that a batch of N samples is an episode. The losses that a
-run records are those of one episode a client, at the shared y. Li et al., "Distributed bilevel optimization with dual
-pruning for resource-limited clients", print one y*(x) for all episodes, which means nothing where every episode labels
-anew.
+A client's sample is a character with all its drawings, so that a batch of N samples is an episode.
+The losses that a run records are those of one episode per client, at the shared y.
+
+Departure from print: Li et al., "Distributed bilevel optimization with dual pruning for
+resource-limited clients", use one y*(x) for all episodes, which has no meaning where every episode
+numbers its classes differently.
 """
 
 from __future__ import annotations
@@ -31,10 +35,9 @@ from fedbilevel.core.tree import Tree, dot, zeros_like
 from fedbilevel.data import characters
 from fedbilevel.tasks.task import Task
 
-IMAGES = (
-    2000,
-    100,
-)  # through a backbone at once, when testing; on a CPU they stay in the cache of a core
+# Images per pass through the backbone in the evaluation. On a CPU, few stay in the cache of a core.
+IMAGES_ON_GPU = 2000
+IMAGES_ON_CPU = 100
 
 
 def few_shot(
@@ -53,14 +56,41 @@ def few_shot(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Task:
-    """data: digits, omniglot. model: conv4 (of `hidden` channels) or resnet12. environment.batch_size must be `ways`.
+    """Build the task of few-shot learning; `Environment.batch_size` must equal `ways`.
 
-    The training characters are cut into sets of `ways` in the order of the data, and the sets into a shard a client: on
-    Omniglot a client holds a few alphabets. Metrics: the mean accuracy on the queries of `episodes` episodes of unseen
-    characters, always the same, and the half-width of its 95% confidence interval, after adapting to the support by
-    `adapt`: "head", `adapt_steps` gradient steps of size `adapt_lr` on the head from the shared y; "all", such steps on
-    the backbone too (MAML, Finn et al. 2017); "prototypes", the nearest mean of a character's features (Snell et al.
-    2017).
+    The training characters are cut into sets of `ways` in the order of the data, and the sets into
+    one shard per client: on Omniglot, a client holds a few alphabets.
+
+    Args:
+        data: "digits" or "omniglot".
+        clients: the number of clients.
+        ways: characters per episode.
+        shots: drawings per character in the support.
+        model: "conv4" or "resnet12".
+        hidden: channels of "conv4".
+        ridge: the factor of ||y||^2 / 2 in the lower loss.
+        adapt: how the evaluation adapts to a support. "head": gradient steps on the head, from the
+            shared y; "all": gradient steps on the backbone too (MAML, Finn et al. 2017);
+            "prototypes": nearest mean of a character's features (Snell et al. 2017).
+        adapt_steps: gradient steps of "head" and "all".
+        adapt_lr: their step size.
+        episodes: test episodes of unseen characters, the same ones in every evaluation.
+        seed: the seed of the initial parameters and of the test episodes.
+        data_dir: where the files of the data set are; see `fedbilevel.data.characters`.
+
+    Returns:
+        The task. Its metrics: `test_accuracy`, the mean accuracy on the queries of the test
+        episodes, and `test_accuracy_ci95`, the half-width of its 95% confidence interval.
+
+    Raises:
+        ValueError: an option is out of range.
+        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("few-shot", clients=4, ways=3, hidden=8)
+        >>> len(task.clients), task.problem.lower_level
+        (4, 'private')
     """
     checks.integer("clients", clients, least=1)
     checks.integer("ways", ways, least=2)
@@ -77,43 +107,45 @@ def few_shot(
         )
     if clients > count // ways:
         raise ValueError(
-            f"clients is {clients}; it must be at most {count // ways}, as each needs {ways} of the {count} training "
-            f"characters of {data}"
+            f"clients is {clients}; it must be at most {count // ways}, as each needs {ways} of "
+            f"the {count} training characters of {data}"
         )
     if checks.one_of("model", model, ("conv4", "resnet12")) == "conv4":
         net = nets.conv4(1, size, ways, seed, hidden)
     else:
         net = nets.resnet12(1, size, ways, seed)
     learner = Learner(net, ways, shots, ridge, adapt_steps, adapt_lr)
-    scores = {
+    adaptations = {
         "head": learner.adapt_head,
         "all": learner.adapt_all,
         "prototypes": learner.prototypes,
     }
-    adapted = scores[checks.one_of("adapt", adapt, scores)]
+    scores = adaptations[checks.one_of("adapt", adapt, adaptations)]
+    scores_chunk = None
+    if adapt == "all":  # a backbone per episode: one episode at a time
+        scores_chunk = 1
 
     keys = fold_in(root(seed, "test episodes"), torch.arange(episodes))
-    used, place = shuffled(fold_in(keys, 0), len(source.test))[:, :ways].unique(return_inverse=True)
+    drawn = shuffled(fold_in(keys, 0), len(source.test))[:, :ways]
+    used, position = drawn.unique(return_inverse=True)
     order = shuffled(fold_in(fold_in(keys, 1)[:, None], torch.arange(ways)), drawings)
 
     @torch.no_grad()
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
         device = y["head.bias"].device
         pool = source.test[used].to(device)
-        if adapt != "all":  # the backbone stays: one pass serves all episodes
-            found = [
-                learner.features(x, images)
-                for images in pool.flatten(0, 1).split(IMAGES[device.type == "cpu"])
-            ]
-            pool = torch.cat(found).unflatten(0, (-1, drawings))
-        drawn = pool[
-            place[..., None].to(device), order.to(device)
-        ]  # (episodes, ways, drawings, ...)
-        support, query = drawn[:, :, :shots].flatten(1, 2), drawn[:, :, shots:].flatten(1, 2)
-        guess = vmap(partial(adapted, x, y), chunk_size=1 if adapt == "all" else None)(
-            support, query
-        ).argmax(-1)
-        accuracy = (guess == learner.places(query[0])).float().mean(1)
+        if adapt != "all":  # the backbone is the same for all episodes: embed every image once
+            batch = IMAGES_ON_CPU if device.type == "cpu" else IMAGES_ON_GPU
+            features = [learner.features(x, images) for images in pool.flatten(0, 1).split(batch)]
+            pool = torch.cat(features).unflatten(0, (-1, drawings))
+        # (episodes, ways, drawings, ...)
+        episode = pool[position[..., None].to(device), order.to(device)]
+        support = episode[:, :, :shots].flatten(1, 2)
+        query = episode[:, :, shots:].flatten(1, 2)
+        predictions = vmap(partial(scores, x, y), chunk_size=scores_chunk)(support, query).argmax(
+            -1
+        )
+        accuracy = (predictions == learner.labels(query[0])).float().mean(1)
         return {
             "test_accuracy": float(accuracy.mean()),
             "test_accuracy_ci95": 1.96 * float(accuracy.std()) / episodes**0.5,
@@ -124,23 +156,31 @@ def few_shot(
         upper=learner.upper,
         lower=learner.lower,
         x=x,
-        y=zeros_like(y),  # no place is special
+        y=zeros_like(y),  # at the start, no class of an episode is special
         lower_level="private",
         embed=learner.embed,
         axes=nets.axes(net),
     )
     sets = source.train[: count // ways * ways].unflatten(0, (-1, ways))
-    shards = [shard.flatten(0, 1) for shard in sets.tensor_split(clients)]
-    return Task(
-        problem,
-        [ClientData(train={"support": shard}, val={"query": shard}) for shard in shards],
-        evaluate,
-    )
+    client_data = []
+    for client_sets in sets.tensor_split(clients):
+        shard = client_sets.flatten(0, 1)
+        client_data.append(ClientData(train={"support": shard}, val={"query": shard}))
+    return Task(problem, client_data, evaluate)
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A network's losses on episodes, and three ways to adapt it to a support, each of which returns scores."""
+    """The losses of a network on episodes, and three ways of adapting it to a support.
+
+    Args:
+        net: a network with the submodules `backbone` and `head`.
+        ways: characters per episode.
+        shots: drawings per character in the support.
+        ridge: the factor of ||y||^2 / 2 in the lower loss.
+        steps: gradient steps of `adapt_head` and `adapt_all`.
+        lr: their step size.
+    """
 
     net: nn.Module
     ways: int
@@ -150,65 +190,83 @@ class Learner:
     lr: float
 
     def features(self, x: Tree, images: Tensor) -> Tensor:
-        """The backbone's, shifted and scaled to mean 0 and squared length 2 N.
+        """Return the backbone's features, normalised to mean 0 and squared length 2 N.
 
-        The head's Hessian at 0 then has a largest eigenvalue of about 2, so that one step size suits every network and
-        submodel. As the features come, it is 2 to 250, depending on the network, its width and the images.
+        The Hessian of the head at 0 then has a largest eigenvalue of about 2, so that one step size
+        suits every network and submodel. Without this normalisation the eigenvalue is 2 to 250,
+        depending on the network, its width and the images.
         """
         backbone = {name.removeprefix("backbone."): tensor for name, tensor in x.items()}
         h: Tensor = functional_call(self.net.get_submodule("backbone"), backbone, (images,))
         return F.layer_norm(h, h.shape[-1:]) * math.sqrt(2 * self.ways / h.shape[-1])
 
     def head(self, y: Tree, features: Tensor) -> Tensor:
+        """Return the class scores of features."""
         return F.linear(features, y["head.weight"], y["head.bias"])
 
-    def places(self, samples: Tensor) -> Tensor:
-        """The labels of samples that are sorted by character, equally many of each."""
-        return torch.arange(self.ways, device=samples.device).repeat_interleave(
-            len(samples) // self.ways
-        )
+    def labels(self, samples: Tensor) -> Tensor:
+        """Return the labels of samples that are sorted by character, equally many of each."""
+        positions = torch.arange(self.ways, device=samples.device)
+        return positions.repeat_interleave(len(samples) // self.ways)
 
     def embed(self, x: Tree, data: dict[str, Tensor], rng: Tensor) -> dict[str, Tensor]:
-        """The features of a batch's support or of its queries, whichever its name asks for; rng says which is which."""
+        """Return features and labels of an episode's support or of its queries.
+
+        Args:
+            x: the backbone.
+            data: one entry, named "support" or "query": characters with all their drawings.
+            rng: the key that decides which drawings are the support.
+        """
         ((side, images),) = data.items()
         count, drawings = images.shape[:2]
         if count != self.ways:
             raise ValueError(
-                f"a batch holds {count} characters; environment.batch_size must be {self.ways}, the number of ways"
+                f"a batch holds {count} characters; environment.batch_size must be {self.ways}, "
+                "the number of ways"
             )
-        numbers = torch.arange(count, device=images.device)
-        order = shuffled(fold_in(rng, numbers), drawings)
-        chosen = order[:, : self.shots] if side == "support" else order[:, self.shots :]
-        drawn = images[numbers[:, None], chosen].flatten(0, 1)
-        return {"features": self.features(x, drawn), "labels": self.places(drawn)}
+        positions = torch.arange(count, device=images.device)
+        order = shuffled(fold_in(rng, positions), drawings)
+        if side == "support":
+            order = order[:, : self.shots]
+        else:
+            order = order[:, self.shots :]
+        drawn = images[positions[:, None], order].flatten(0, 1)
+        return {"features": self.features(x, drawn), "labels": self.labels(drawn)}
 
     def upper(self, x: Tree, y: Tree, batch: dict[str, Tensor]) -> Tensor:
+        """Return the cross-entropy of the head y on features."""
         return F.cross_entropy(self.head(y, batch["features"]), batch["labels"])
 
     def lower(self, x: Tree, y: Tree, batch: dict[str, Tensor]) -> Tensor:
+        """Return the cross-entropy of the head y on features, with the ridge."""
         return self.upper(x, y, batch) + 0.5 * self.ridge * dot(y, y)
 
     def adapt_head(self, x: Tree, y: Tree, support: Tensor, query: Tensor) -> Tensor:
-        batch = {"features": support, "labels": self.places(support)}
+        """Return the scores of query features, after gradient steps on the head."""
+        batch = {"features": support, "labels": self.labels(support)}
         for _ in range(self.steps):
             y = y - self.lr * grad(self.lower, argnums=1)(x, y, batch)
         return self.head(y, query)
 
     def adapt_all(self, x: Tree, y: Tree, support: Tensor, query: Tensor) -> Tensor:
+        """Return the scores of query images, after gradient steps on backbone and head."""
+
         def loss(x: Tree, y: Tree) -> Tensor:
-            return self.lower(
-                x, y, {"features": self.features(x, support), "labels": self.places(support)}
-            )
+            batch = {"features": self.features(x, support), "labels": self.labels(support)}
+            return self.lower(x, y, batch)
 
         for _ in range(self.steps):
             d_x, d_y = grad(loss, argnums=(0, 1))(x, y)
-            x, y = x - self.lr * d_x, y - self.lr * d_y
+            x = x - self.lr * d_x
+            y = y - self.lr * d_y
         return self.head(y, self.features(x, query))
 
     def prototypes(self, x: Tree, y: Tree, support: Tensor, query: Tensor) -> Tensor:
-        return -torch.cdist(query, support.unflatten(0, (self.ways, self.shots)).mean(1))
+        """Return minus the distances of query features to each character's mean features."""
+        means = support.unflatten(0, (self.ways, self.shots)).mean(1)
+        return -torch.cdist(query, means)
 
 
 def shuffled(keys: Tensor, count: int) -> Tensor:
-    """The numbers below `count` in a random order for each key."""
+    """Return the numbers below `count` in a random order, for each key."""
     return rows(keys, count, count)

@@ -1,10 +1,14 @@
-"""Data hyper-cleaning: learn a weight for every training sample, so that those with a wrong label count for nothing.
+"""Data hyper-cleaning: learn a weight per training sample, so that wrong labels count less.
 
-lower: mean over a batch of sigmoid(x_j) CE_j + ridge/2 ||y||^2,        upper: cross-entropy on validation data
+lower: mean over a batch of sigmoid(x_j) CE_j + ridge/2 ||y||^2,
+upper: cross-entropy on validation data.
 
-Franceschi et al., "Forward and reverse gradient-based hyperparameter optimization", 2017; federated by Jiao et al.,
-"Asynchronous distributed bilevel optimization" (ADBO), 2022. The classifier is linear, without a bias, and starts at 0,
-as do the x_j: every weight starts at 1/2.
+The classifier is linear, without a bias. It starts at 0, and so do all x_j: every weight starts at
+1/2.
+
+References:
+    Franceschi et al., "Forward and reverse gradient-based hyperparameter optimization", 2017;
+    federated by Jiao et al., "Asynchronous distributed bilevel optimization" (ADBO), 2022.
 """
 
 from __future__ import annotations
@@ -20,13 +24,17 @@ from fedbilevel.core import checks
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.core.rng import fold_in, root, uniform
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.tasks.classification import deal
+from fedbilevel.tasks.classification import load_partitioned
 from fedbilevel.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperCleaning(Task):
-    """The task, and which training samples hold a wrong label: one truth value an entry of x["weights"]."""
+    """A task of hyper-cleaning that knows the truth.
+
+    Attributes:
+        corrupted: per entry of `x["weights"]`, whether that training sample has a wrong label.
+    """
 
     corrupted: Tensor
 
@@ -45,18 +53,46 @@ def hyper_cleaning(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> HyperCleaning:
-    """partition: iid, shards, dirichlet (with `alpha`), by the true labels; validation labels are never changed.
+    """Build the task of finding wrong labels: a weight per sample, x, and a classifier, y.
 
-    With probability `noise` a training label is changed to one of the other classes, all equally likely. (Papers that
-    draw from all classes leave some labels as they were: their rate r of 10 classes is our .9 r.) Metrics: f1 of
-    "x_j < 0" (a weight below its start) and auc of -x_j as guesses of which labels are wrong, where there are any.
+    Samples are partitioned by their true labels, and validation labels are never changed.
+
+    Args:
+        data: "digits", "mnist", "cifar10", "covertype" or "breast-cancer".
+        partition: how samples are partitioned among clients: "iid", "shards" or "dirichlet".
+        clients: the number of clients.
+        validation: the fraction of each client's samples that the upper level uses.
+        alpha: the concentration of "dirichlet".
+        noise: the probability that a training label is changed to one of the other classes, all
+            equally likely. Papers that draw from all classes leave some labels unchanged: their
+            rate r with 10 classes is 0.9 r here.
+        ridge: the factor of ||y||^2 / 2 in the lower loss.
+        samples: use only this many training samples, the first ones.
+        test_samples: use only this many test samples, the first ones.
+        seed: the seed of the partition and of the wrong labels.
+        data_dir: where the files of the data set are; see `fedbilevel.data.load`.
+
+    Returns:
+        The task. Its metrics: `train_accuracy`, `test_accuracy` and, where some labels are wrong,
+        `f1` of "x_j < 0" (a weight below its start) and `auc` of -x_j as predictors of wrong
+        labels.
+
+    Raises:
+        ValueError: an option is out of range.
+        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("hyper-cleaning", clients=4, noise=0.4)
+        >>> round(float(task.corrupted.float().mean()), 1)
+        0.4
     """
     from sklearn.metrics import f1_score, roc_auc_score
 
     if not 0 <= checks.number("noise", noise) < 1:
         raise ValueError(f"noise is {noise}; it must be at least 0 and below 1")
     checks.non_negative("ridge", ridge)
-    dealt = deal(
+    dataset = load_partitioned(
         data,
         data_dir,
         partition,
@@ -67,15 +103,16 @@ def hyper_cleaning(
         test_samples=test_samples,
         seed=seed,
     )
-    train = torch.cat([train for train, _ in dealt.splits])
-    given, corrupted = corrupt(dealt.labels[train], dealt.classes, noise, seed)
-    numbers = torch.arange(len(train)).split([len(part) for part, _ in dealt.splits])
-    built = [
+    train = torch.cat([train for train, _ in dataset.splits])
+    noisy_labels, corrupted = corrupt(dataset.labels[train], dataset.classes, noise, seed)
+    # A training sample carries its position in x["weights"].
+    positions = torch.arange(len(train)).split([len(part) for part, _ in dataset.splits])
+    client_data = [
         ClientData(
-            train=(dealt.inputs[part], given[number], number),
-            val=(dealt.inputs[val], dealt.labels[val]),
+            train=(dataset.inputs[part], noisy_labels[position], position),
+            val=(dataset.inputs[val], dataset.labels[val]),
         )
-        for (part, val), number in zip(dealt.splits, numbers, strict=True)
+        for (part, val), position in zip(dataset.splits, positions, strict=True)
     ]
 
     def scores(x: Tree, y: Tree, inputs: Tensor) -> Tensor:
@@ -86,27 +123,35 @@ def hyper_cleaning(
         return F.cross_entropy(scores(x, y, inputs), labels)
 
     def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        inputs, labels, number = batch
+        inputs, labels, position = batch
         losses = F.cross_entropy(scores(x, y, inputs), labels, reduction="none")
-        return (x["weights"][number].sigmoid() * losses).mean() + 0.5 * ridge * dot(y, y)
+        return (x["weights"][position].sigmoid() * losses).mean() + 0.5 * ridge * dot(y, y)
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
-        found = {}
+        metrics = dataset.accuracies(scores, x, y)
         if corrupted.any() and not corrupted.all():
-            guess = -x["weights"].cpu()
-            found = {
-                "f1": float(f1_score(corrupted, guess > 0, zero_division=0.0)),
-                "auc": float(roc_auc_score(corrupted, guess)),
-            }
-        return {**dealt.accuracies(scores, x, y), **found}
+            suspicion = -x["weights"].cpu()
+            metrics["f1"] = float(f1_score(corrupted, suspicion > 0, zero_division=0.0))
+            metrics["auc"] = float(roc_auc_score(corrupted, suspicion))
+        return metrics
 
-    start = {"classifier": torch.zeros(dealt.inputs[0].numel(), dealt.classes)}
+    start = {"classifier": torch.zeros(dataset.inputs[0].numel(), dataset.classes)}
     problem = Problem(upper=upper, lower=lower, x={"weights": torch.zeros(len(train))}, y=start)
-    return HyperCleaning(problem, built, evaluate, corrupted=corrupted)
+    return HyperCleaning(problem, client_data, evaluate, corrupted=corrupted)
 
 
 def corrupt(labels: Tensor, classes: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
-    """The labels, each changed with probability `noise` to another class, and which were changed."""
+    """Change each label to another class with probability `noise`.
+
+    Args:
+        labels: the true labels.
+        classes: how many classes there are.
+        noise: the probability of a change.
+        seed: the seed of the changes.
+
+    Returns:
+        The labels after the change, and which of them differ from the true ones.
+    """
     key = root(seed, "label noise")
     corrupted = uniform(fold_in(key, 0), labels.shape) < noise
     shift = 1 + (uniform(fold_in(key, 1), labels.shape) * (classes - 1)).long()

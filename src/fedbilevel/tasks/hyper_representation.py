@@ -1,6 +1,7 @@
-"""Hyper-representation: learn a backbone (upper level) on which each head (lower level) fits the training data best.
+"""Hyper-representation: learn a backbone (upper level) for a head (lower level).
 
-lower: cross-entropy on training data + ridge/2 ||y||^2,        upper: cross-entropy on validation data
+lower: cross-entropy on training data + ridge/2 ||y||^2,
+upper: cross-entropy on validation data.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fedbilevel import nets
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem, split_module
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.tasks.classification import deal
+from fedbilevel.tasks.classification import load_partitioned
 from fedbilevel.tasks.task import Task
 
 
@@ -38,17 +39,45 @@ def hyper_representation(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Task:
-    """data: digits, mnist, cifar10. partition: iid, shards, dirichlet (with `alpha`). model: mlp, cnn, resnet18.
+    """Build the task of learning a backbone, x, on which a head, y, fits well.
 
-    `validation` is the share of each client's samples on the upper level: .25 of 600 is the 450/150 of SimFBO and
-    ASFBO. `head_layers`: how many fully connected layers of the cnn (LeNet-5) are the lower level. `samples` and
-    `test_samples` keep only the first so many. FedNest's published code has validation .5 for iid and .2 for shards,
-    dropout .5 (mlp only) and, in place of the ridge, norm_penalty .1: norm_penalty/2 times the sum of the head tensors'
-    norms.
+    FedNest's published code corresponds to validation 0.5 for "iid" and 0.2 for "shards", dropout
+    0.5, ridge 0 and norm_penalty 0.1. SimFBO and ASFBO split 600 samples per client 450/150:
+    validation 0.25.
+
+    Args:
+        data: "digits", "mnist" or "cifar10".
+        partition: how samples are partitioned among clients: "iid", "shards" or "dirichlet".
+        clients: the number of clients.
+        validation: the fraction of each client's samples that the upper level uses.
+        alpha: the concentration of "dirichlet".
+        model: "mlp", "cnn" (LeNet-5) or "resnet18".
+        hidden: hidden units of the MLP.
+        head_layers: how many fully connected layers of LeNet-5 form the head.
+        dropout: the dropout rate of the MLP.
+        ridge: the factor of ||y||^2 / 2 in the lower loss.
+        norm_penalty: the factor of half the sum of the norms of the head's tensors.
+        samples: use only this many training samples, the first ones.
+        test_samples: use only this many test samples, the first ones.
+        seed: the seed of the partition, the initial parameters and dropout.
+        data_dir: where the files of the data set are; see `fedbilevel.data.load`.
+
+    Returns:
+        The task. Its metrics: `train_accuracy` and `test_accuracy`.
+
+    Raises:
+        ValueError: an option is out of range.
+        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("hyper-representation", clients=10, hidden=16)
+        >>> sorted(task.problem.y)
+        ['head.bias', 'head.weight']
     """
     checks.non_negative("ridge", ridge)
     checks.non_negative("norm_penalty", norm_penalty)
-    dealt = deal(
+    dataset = load_partitioned(
         data,
         data_dir,
         partition,
@@ -59,7 +88,7 @@ def hyper_representation(
         test_samples=test_samples,
         seed=seed,
     )
-    net = dealt.network(model, hidden, seed, head_layers, dropout)
+    net = dataset.network(model, hidden, seed, head_layers, dropout)
     _, x, y = split_module(net, lower="head.")
     predict = split_module(deepcopy(net).eval(), lower="head.").apply
     below, above = nets.stem(net)
@@ -77,13 +106,12 @@ def hyper_representation(
         if ridge:
             loss = loss + 0.5 * ridge * dot(y, y)
         if norm_penalty:
-            loss = (
-                loss
-                + 0.5 * norm_penalty * torch.stack([tensor.norm() for tensor in y.values()]).sum()
-            )
+            norms = torch.stack([tensor.norm() for tensor in y.values()])
+            loss = loss + 0.5 * norm_penalty * norms.sum()
         return loss
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
-        return dealt.accuracies(predict, x, y)
+        return dataset.accuracies(predict, x, y)
 
-    return Task(Problem(upper=upper, lower=lower, x=x, y=y, embed=embed), dealt.clients(), evaluate)
+    problem = Problem(upper=upper, lower=lower, x=x, y=y, embed=embed)
+    return Task(problem, dataset.clients(), evaluate)

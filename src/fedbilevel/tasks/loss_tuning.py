@@ -1,16 +1,20 @@
-"""Loss tuning: learn the loss on long-tailed data with which a network does well on all classes alike.
+"""Loss tuning: learn a loss on long-tailed data under which a network treats all classes alike.
 
-lower: mean over a batch of -w_k log( exp(D_k o_k + l_k) / sum_c exp(D_c o_c + l_c) ) + ridge/2 ||y||^2
-upper: class-balanced cross-entropy on validation data, the mean of N / (C n_k) CE
+lower: mean over a batch of
+       -w_k log(exp(D_k o_k + l_k) / sum_c exp(D_c o_c + l_c)) + ridge/2 ||y||^2,
+upper: class-balanced cross-entropy on validation data, the mean of N / (C n_k) CE.
 
-o are the outputs of the network y for a sample of class k; of the N samples of C classes n_k are of class k, in all
-clients together: a client may lack a class. The lower loss is the VS-loss of Kini et al., "Label-imbalanced and
-group-sensitive classification under overparameterization", 2021; x are its parameters, a weight w, a factor D and a
-shift l for every class. Li et al., "Distributed bilevel optimization with dual pruning for resource-limited clients",
-print the VS-loss on the upper level too, where weights of 0 would minimise it.
+Here o are the outputs of the network y for a sample of class k, and n_k of the N samples of C
+classes are of class k, counted over all clients, because a client may lack a class. The lower loss
+is the VS-loss of Kini et al., "Label-imbalanced and group-sensitive classification under
+overparameterization", 2021. Its parameters x are a weight w, a factor D and a shift l per class.
 
-w and D are 2 sigmoid of their entries of x, l is its entry itself: at the start, x = 0, the VS-loss is cross-entropy.
-Below 2, they raise the curvature of the lower level at most eightfold, so that the step sizes for y stay valid.
+Departure from print: Li et al., "Distributed bilevel optimization with dual pruning for
+resource-limited clients", use the VS-loss on the upper level too, where weights of 0 minimise it.
+
+w and D are twice the sigmoid of their entries of x, and l is its entry. At the start, x = 0, the
+VS-loss is cross-entropy. Because w and D stay below 2, they raise the curvature of the lower level
+at most eightfold, and the step sizes for y stay valid.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from fedbilevel import nets
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.tasks.classification import deal
+from fedbilevel.tasks.classification import load_partitioned
 from fedbilevel.tasks.task import Task
 
 
@@ -46,13 +50,40 @@ def loss_tuning(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Task:
-    """data: digits, mnist, cifar10. partition: iid, shards, dirichlet (with `alpha`). model: mlp, cnn, resnet18.
+    """Build the task of learning a loss, x, for a network, y, on long-tailed data.
 
-    imbalance: how many times as many samples the first class has as the last, n_k falling geometrically in between, in
-    training and in validation data. Metrics: accuracies, on the test set (not imbalanced) also the mean over classes.
+    Args:
+        data: "digits", "mnist" or "cifar10".
+        partition: how samples are partitioned among clients: "iid", "shards" or "dirichlet".
+        clients: the number of clients.
+        validation: the fraction of each client's samples that the upper level uses.
+        alpha: the concentration of "dirichlet".
+        imbalance: how many times as many samples the first class has as the last. The number of
+            samples falls geometrically in between, in training and in validation data.
+        model: "mlp", "cnn" (LeNet-5) or "resnet18".
+        hidden: hidden units of the MLP.
+        ridge: the factor of ||y||^2 / 2 in the lower loss.
+        samples: use only this many training samples, the first ones.
+        test_samples: use only this many test samples, the first ones.
+        seed: the seed of the partition and the initial parameters.
+        data_dir: where the files of the data set are; see `fedbilevel.data.load`.
+
+    Returns:
+        The task. Its metrics: `train_accuracy`, `test_accuracy` and
+        `balanced_accuracy`, the mean over classes on the test set.
+
+    Raises:
+        ValueError: an option is out of range.
+        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=16)
+        >>> sorted(task.problem.x)
+        ['additive', 'multiplicative', 'weights']
     """
     checks.non_negative("ridge", ridge)
-    dealt = deal(
+    dataset = load_partitioned(
         data,
         data_dir,
         partition,
@@ -64,9 +95,9 @@ def loss_tuning(
         seed=seed,
         imbalance=imbalance,
     )
-    net = dealt.network(model, hidden, seed)
-    counts = dealt.labels.bincount(minlength=dealt.classes)
-    balance = len(dealt.labels) / (dealt.classes * counts.clamp(min=1))
+    net = dataset.network(model, hidden, seed)
+    counts = dataset.labels.bincount(minlength=dataset.classes)
+    balance = len(dataset.labels) / (dataset.classes * counts.clamp(min=1))
 
     def outputs(x: Tree, y: Tree, inputs: Tensor) -> Tensor:
         return functional_call(net, y, (inputs,))  # type: ignore[no-any-return]
@@ -81,17 +112,17 @@ def loss_tuning(
         return vs_loss(x, outputs(x, y, inputs), labels) + 0.5 * ridge * dot(y, y)
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
-        return dealt.accuracies(outputs, x, y)
+        return dataset.accuracies(outputs, x, y)
 
-    x = {name: torch.zeros(dealt.classes) for name in ("weights", "multiplicative", "additive")}
+    x = {name: torch.zeros(dataset.classes) for name in ("weights", "multiplicative", "additive")}
     y = {name: parameter.detach() for name, parameter in net.named_parameters()}
     problem = Problem(upper=upper, lower=lower, x=x, y=y, axes=nets.axes(net))
-    return Task(problem, dealt.clients(), evaluate)
+    return Task(problem, dataset.clients(), evaluate)
 
 
 def vs_loss(x: Tree, outputs: Tensor, labels: Tensor) -> Tensor:
-    """The mean of w_k CE(D o + l, k) over samples of labels k."""
-    w, D = (2 * x[name].sigmoid() for name in ("weights", "multiplicative"))
-    return (
-        w[labels] * F.cross_entropy(D * outputs + x["additive"], labels, reduction="none")
-    ).mean()
+    """Return the mean of w_k CE(D o + l, k) over samples with outputs o and label k."""
+    w = 2 * x["weights"].sigmoid()
+    D = 2 * x["multiplicative"].sigmoid()
+    losses = F.cross_entropy(D * outputs + x["additive"], labels, reduction="none")
+    return (w[labels] * losses).mean()

@@ -1,6 +1,7 @@
-"""A federation of quadratics whose solution is known in closed form: the yardstick of every method.
+"""Quadratic losses, whose solution is known in closed form: what every method is checked against.
 
-g_i(x, y) = 1/2 y' A_i y - y' (B_i x + c_i),        f_i(x, y) = 1/2 ||y - e_i||^2 + 1/2 ||x - t_i||^2 + y' D_i x
+g_i(x, y) = 1/2 y' A_i y - y' (B_i x + c_i),
+f_i(x, y) = 1/2 ||y - e_i||^2 + 1/2 ||x - t_i||^2 + y' D_i x.
 """
 
 from __future__ import annotations
@@ -22,50 +23,55 @@ Weights = str | Sequence[float]
 
 
 def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return g_i(x, y), from the means of A, B and c over a batch."""
     A, B, c = (part.mean(0) for part in batch)
     return 0.5 * y["y"] @ A @ y["y"] - y["y"] @ (B @ x["x"] + c)
 
 
 def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return f_i(x, y), from the means of e, t and D over a batch."""
     e, t, D = (part.mean(0) for part in batch)
     return 0.5 * ((y["y"] - e) ** 2).sum() + 0.5 * ((x["x"] - t) ** 2).sum() + y["y"] @ D @ x["x"]
 
 
 @dataclass(frozen=True)
 class Quadratic(Task):
-    """The task with its closed forms, for any weights p."""
+    """A quadratic task with its closed forms, for any client weights p."""
 
     def _means(self, weights: Weights) -> list[Tensor]:
-        """A, B, c, e, t, D of the pooled problem."""
+        """Return A, B, c, e, t, D of the global losses: their weighted means over clients."""
         p = client_weights(weights, self.clients)
-        parts = [[part.mean(0) for part in (*client.train, *client.val)] for client in self.clients]
-        return [
-            torch.stack([w * part for w, part in zip(p, column, strict=True)]).sum(0)
-            for column in zip(*parts, strict=True)
-        ]
+        per_client = []
+        for w, client in zip(p, self.clients, strict=True):
+            per_client.append([w * part.mean(0) for part in (*client.train, *client.val)])
+        return [torch.stack(column).sum(0) for column in zip(*per_client, strict=True)]
 
     def y_star(self, x: Mapping[str, Tensor], weights: Weights = "uniform") -> Tree:
-        """y*(x) = A^-1 (B x + c)."""
+        """Return y*(x) = A^-1 (B x + c)."""
         A, B, c, *_ = self._means(weights)
         return Tree(y=torch.linalg.solve(A, B @ x["x"] + c))
 
     def phi(self, x: Mapping[str, Tensor], weights: Weights = "uniform") -> Tensor:
-        """Phi(x) = F(x, y*(x)), with every client's constants."""
+        """Return Phi(x) = F(x, y*(x)), including the terms that do not depend on x."""
         y = self.y_star(x, weights)
         p = client_weights(weights, self.clients)
         losses = [upper(Tree(x), y, client.val) for client in self.clients]  # type: ignore[arg-type]
         return torch.stack([w * loss for w, loss in zip(p, losses, strict=True)]).sum()
 
     def gradient(self, x: Mapping[str, Tensor], weights: Weights = "uniform") -> Tree:
-        """grad Phi(x) = x - t + D' y + B' A^-1 (y - e + D x) at y = y*(x)."""
+        """Return grad Phi(x) = x - t + D' y + B' A^-1 (y - e + D x) at y = y*(x)."""
         A, B, _, e, t, D = self._means(weights)
         y = self.y_star(x, weights)["y"]
         return Tree(x=x["x"] - t + D.T @ y + B.T @ torch.linalg.solve(A, y - e + D @ x["x"]))
 
     def x_star(self, weights: Weights = "uniform") -> Tree:
-        """The minimiser of Phi: with M = A^-1 B and m = A^-1 c, (I + M'M + D'M + M'D) x = t + M'(e - m) - D'm."""
+        """Return the minimiser of Phi.
+
+        With M = A^-1 B and m = A^-1 c it solves (I + M'M + D'M + M'D) x = t + M'(e - m) - D'm.
+        """
         A, B, c, e, t, D = self._means(weights)
-        M, m = torch.linalg.solve(A, B), torch.linalg.solve(A, c)
+        M = torch.linalg.solve(A, B)
+        m = torch.linalg.solve(A, c)
         H = torch.eye(len(t), dtype=t.dtype) + M.T @ M + D.T @ M + M.T @ D
         return Tree(x=torch.linalg.solve(H, t + M.T @ (e - m) - D.T @ m))
 
@@ -82,9 +88,30 @@ def quadratic(
     seed: int = 0,
     dtype: str = "float64",
 ) -> Quadratic:
-    """Every A_i has its eigenvalues in [1/condition, 1]; at heterogeneity 0 all clients are alike, at 1 unrelated.
+    """Build the quadratic task.
 
-    A client holds `samples` samples a side, whose vectors differ from the client's by `noise` times standard normals.
+    Args:
+        clients: the number of clients.
+        dim_x: the dimension of x.
+        dim_y: the dimension of y.
+        condition: the condition number of every A_i, whose eigenvalues are in [1/condition, 1].
+        heterogeneity: from 0, all clients have the same losses, to 1, they are drawn independently.
+        samples: training samples, and validation samples, per client.
+        noise: the standard deviation of the samples' vectors around those of their client.
+        seed: the seed of everything that is drawn.
+        dtype: "float32" or "float64".
+
+    Returns:
+        The task with its closed forms. Its metric: `hypergradient_norm`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> float(task.gradient(task.x_star())["x"].norm()) < 1e-12
+        True
     """
     checks.integer("clients", clients, least=1)
     checks.integer("dim_x", dim_x, least=1)
@@ -101,29 +128,27 @@ def quadratic(
         key = fold_in(root(seed, "quadratic"), client)
         Q, _ = torch.linalg.qr(normal(fold_in(key, 0), (dim_y, dim_y), torch.float64))
         spread = uniform(fold_in(key, 1), (dim_y,), torch.float64)
-        spread[0], spread[-1] = 0.0, 1.0
+        spread[0] = 0.0
+        spread[-1] = 1.0
         shapes = [(dim_y, dim_x), (dim_y,), (dim_y,), (dim_x,), (dim_y, dim_x)]
         scales = [0.5 / condition**0.5, 1.0, 1.0, 1.0, 0.1]
-        rest = [
-            s * normal(fold_in(key, 2 + j), form, torch.float64)
-            for j, (form, s) in enumerate(zip(shapes, scales, strict=True))
-        ]
-        return [Q @ torch.diag(condition ** -(1 - spread)) @ Q.T, *rest]
+        parts = [Q @ torch.diag(condition ** -(1 - spread)) @ Q.T]
+        for j, (shape, scale) in enumerate(zip(shapes, scales, strict=True)):
+            parts.append(scale * normal(fold_in(key, 2 + j), shape, torch.float64))
+        return parts
 
-    shared, built = draw(clients), []
+    common = draw(clients)
+    client_data = []
     for client in range(clients):
-        own = [
-            (1 - heterogeneity) * s + heterogeneity * o
-            for s, o in zip(shared, draw(client), strict=True)
-        ]
         parts = []
-        for j, part in enumerate(own):
+        for j, (shared, own) in enumerate(zip(common, draw(client), strict=True)):
+            part = (1 - heterogeneity) * shared + heterogeneity * own
             stack = part.expand(samples, *part.shape)
             if part.ndim == 1:
                 key = fold_in(fold_in(root(seed, "quadratic samples"), client), j)
                 stack = stack + noise * normal(key, stack.shape, torch.float64)
             parts.append(stack.to(kind).contiguous())
-        built.append(ClientData(train=tuple(parts[:3]), val=tuple(parts[3:])))
+        client_data.append(ClientData(train=tuple(parts[:3]), val=tuple(parts[3:])))
     problem = Problem(
         upper=upper,
         lower=lower,
@@ -132,6 +157,7 @@ def quadratic(
     )
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
-        return {"hypergradient_norm": float(norm(hypergradient(problem, built, x.map(Tensor.cpu))))}
+        gradient = hypergradient(problem, client_data, x.map(Tensor.cpu))
+        return {"hypergradient_norm": float(norm(gradient))}
 
-    return Quadratic(problem, built, evaluate)
+    return Quadratic(problem, client_data, evaluate)

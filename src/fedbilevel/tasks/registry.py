@@ -1,15 +1,16 @@
-"""Every ready-made task by name."""
+"""Every ready-made learning task by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 from fedbilevel.core import checks
 from fedbilevel.tasks.task import Task
 
-_names = {
+# Name of a task: its module in this package, and the function of the same name in it. Modules are
+# imported on demand, because tasks import data sets, and data sets import further libraries.
+_MODULES = {
     "quadratic": "quadratic",
     "hyper-representation": "hyper_representation",
     "hyper-cleaning": "hyper_cleaning",
@@ -20,15 +21,59 @@ _names = {
 
 
 def names() -> list[str]:
-    return list(_names)
+    """Return the names of all ready-made tasks.
+
+    Returns:
+        The names that `get` and `load` accept.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> "quadratic" in fb.tasks.names()
+        True
+    """
+    return list(_MODULES)
 
 
 def get(name: str) -> Callable[..., Task]:
-    """The function that makes a task; imported when asked for, because tasks bring data and data brings libraries."""
-    function = _names[checks.one_of("task", name, _names)]
-    return getattr(import_module(f"fedbilevel.tasks.{function}"), function)  # type: ignore[no-any-return]
+    """Return the function that builds a task.
+
+    Args:
+        name: one of `names()`.
+
+    Returns:
+        A function of keyword arguments, the options of the task, that returns a `Task`.
+
+    Raises:
+        ValueError: no task has this name.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> fb.tasks.get("quadratic").__name__
+        'quadratic'
+    """
+    module_name = _MODULES[checks.one_of("task", name, _MODULES)]
+    module = import_module(f"fedbilevel.tasks.{module_name}")
+    builder: Callable[..., Task] = getattr(module, module_name)
+    return builder
 
 
-def load(name: str, **options: Any) -> Task:
-    """A task by name; the options are those of its function."""
+def load(name: str, **options: object) -> Task:
+    """Build a task by name.
+
+    Args:
+        name: one of `names()`.
+        **options: the keyword arguments of the task's function, for instance `clients=10`.
+
+    Returns:
+        The problem, its clients and its evaluation.
+
+    Raises:
+        ValueError: no task has this name, or an option is out of range.
+        TypeError: the task has no such option.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> len(fb.tasks.load("quadratic", clients=4).clients)
+        4
+    """
     return get(name)(**options)

@@ -1,12 +1,15 @@
-"""Regularization coefficients: learn one for every feature of a logistic regression.
+"""Regularization: learn one coefficient per feature of a logistic regression.
 
-lower: cross-entropy on training data + 1/2 sum_j softplus(x_j) ||W_j||^2 + ridge/2 ||y||^2,    y = (W, bias)
-upper: cross-entropy on validation data
+lower: cross-entropy on training data + 1/2 sum_j softplus(x_j) ||W_j||^2 + ridge/2 ||y||^2,
+upper: cross-entropy on validation data, with y = (W, bias).
 
-W_j are the weights of feature j, one a class. Softplus makes the coefficients positive: exp(x_j) where they are small,
-linear where they are large (the curvature of exp would soon outgrow every step size for y). The ridge makes the lower
-level strongly convex whatever x is, in the bias too. Li et al., "Anarchic federated bilevel optimization", print the
-term as x_j W_j, with which the lower level has no minimum in general.
+W_j are the weights of feature j, one per class. Softplus makes the coefficients positive. It is
+about exp(x_j) for small coefficients and linear for large ones; the curvature of exp would soon
+outgrow every step size for y. The ridge makes the lower level strongly convex for every x, in the
+bias too.
+
+Departure from print: Li et al., "Anarchic federated bilevel optimization", use the term x_j W_j,
+with which the lower level has no minimum in general.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch.nn import functional as F
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.tasks.classification import deal
+from fedbilevel.tasks.classification import load_partitioned
 from fedbilevel.tasks.task import Task
 
 
@@ -37,12 +40,38 @@ def regularization(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Task:
-    """data: breast-cancer, covertype, or images. partition: iid, shards, dirichlet (with `alpha`).
+    """Build the task of learning regularization coefficients, x, of a logistic regression, y.
 
-    Every x_j starts at 0: a coefficient of log 2. Metrics: accuracies and the cross-entropy on the test set.
+    Every x_j starts at 0, a coefficient of log 2.
+
+    Args:
+        data: "breast-cancer", "covertype", or images ("digits", "mnist", "cifar10").
+        partition: how samples are partitioned among clients: "iid", "shards" or "dirichlet".
+        clients: the number of clients.
+        validation: the fraction of each client's samples that the upper level uses.
+        alpha: the concentration of "dirichlet".
+        ridge: the factor of ||y||^2 / 2 in the lower loss.
+        samples: use only this many training samples, the first ones.
+        test_samples: use only this many test samples, the first ones.
+        seed: the seed of the partition.
+        data_dir: where the files of the data set are; see `fedbilevel.data.load`.
+
+    Returns:
+        The task. Its metrics: `train_accuracy`, `test_accuracy` and `test_loss`, the cross-entropy
+        on the test set.
+
+    Raises:
+        ValueError: an option is out of range.
+        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("regularization", clients=4)
+        >>> task.problem.x["coefficients"].shape
+        torch.Size([30])
     """
     checks.positive("ridge", ridge)
-    dealt = deal(
+    dataset = load_partitioned(
         data,
         data_dir,
         partition,
@@ -66,10 +95,12 @@ def regularization(
         return upper(x, y, batch) + 0.5 * penalty + 0.5 * ridge * dot(y, y)
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
-        inputs, labels = (tensor.to(y["bias"].device) for tensor in dealt.test)
-        return {**dealt.accuracies(scores, x, y), "test_loss": float(upper(x, y, (inputs, labels)))}
+        inputs, labels = (tensor.to(y["bias"].device) for tensor in dataset.test)
+        metrics = dataset.accuracies(scores, x, y)
+        metrics["test_loss"] = float(upper(x, y, (inputs, labels)))
+        return metrics
 
-    features = dealt.inputs[0].numel()
-    y = {"weight": torch.zeros(features, dealt.classes), "bias": torch.zeros(dealt.classes)}
+    features = dataset.inputs[0].numel()
+    y = {"weight": torch.zeros(features, dataset.classes), "bias": torch.zeros(dataset.classes)}
     problem = Problem(upper=upper, lower=lower, x={"coefficients": torch.zeros(features)}, y=y)
-    return Task(problem, dealt.clients(), evaluate)
+    return Task(problem, dataset.clients(), evaluate)

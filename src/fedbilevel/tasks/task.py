@@ -11,7 +11,21 @@ from fedbilevel.core.tree import Tree
 
 @dataclass(frozen=True)
 class Task:
-    """A problem, its clients, and `evaluate(x, y)`, the numbers by which methods are compared on it."""
+    """A learning task: everything that `fb.solve` needs, ready-made.
+
+    Args:
+        problem: the bilevel problem.
+        clients: the data of each client.
+        evaluate: `evaluate(x, y)` returns the metrics by which methods are compared on this task,
+            such as `test_accuracy`.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> result = fb.solve(task.problem, task.clients, rounds=5, evaluate=task.evaluate)
+        >>> sorted(result.history[-1])[:3]
+        ['bytes_down', 'bytes_up', 'flops']
+    """
 
     problem: Problem
     clients: Sequence[ClientData]

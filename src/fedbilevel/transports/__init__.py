@@ -1,1 +1,5 @@
-"""Transports: how tasks reach clients. `virtual` simulates them on a clock of its own, `ranked` shares them out."""
+"""Transports: how tasks reach clients.
+
+`virtual_clock` simulates clients in this process, on a virtual clock with delays and faults. The
+transport to real clients over Flower is in `deploy/flower`.
+"""

@@ -1,4 +1,7 @@
-"""What happens to simulated tasks: how long they take, which are lost, doubled or spoilt."""
+"""Outcomes of simulated tasks: how long each takes, and whether it is lost, doubled or corrupted.
+
+A task that would end after the deadline of an `ask` is lost: `OutcomeSampler.draw_outcomes`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,16 @@ from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.task import Results, Task
 
 
-class Ending(NamedTuple):
-    """When a task ends and how. Ties go by the task's number; `copy` 1 is a second reply to the same task."""
+class Outcome(NamedTuple):
+    """When and how a task ends. The order of fields is the order of events.
+
+    Attributes:
+        due: when it happens, in virtual seconds.
+        number: the task's number, which breaks ties.
+        copy: 1 for a second reply to the same task, 0 for the end of the task.
+        client: whose task it is.
+        lost: whether the server gets no reply.
+    """
 
     due: float
     number: int
@@ -24,51 +35,66 @@ class Ending(NamedTuple):
     lost: bool
 
 
-class Fates:
-    """Draws what becomes of tasks, keyed by the task.
+class OutcomeSampler:
+    """Draws what becomes of tasks. Draws are keyed by the task.
 
     Args:
         environment: delays, stragglers and faults.
-        clients: how many there are.
-        seed: of the choice of stragglers.
+        clients: how many clients are registered.
+        seed: the root of the draw of stragglers.
+
+    Attributes:
+        slow_clients: the stragglers.
     """
 
     def __init__(self, environment: Environment, clients: int, seed: int) -> None:
         self.delay = environment.delay
         self.stragglers = environment.stragglers
         self.faults = environment.faults
-        self.slow: frozenset[int] = frozenset()
+        self.slow_clients: frozenset[int] = frozenset()
         if self.stragglers:
-            self.slow = frozenset(
-                subset(root(seed, "stragglers"), clients, self.stragglers.clients)
-            )
+            drawn = subset(root(seed, "stragglers"), clients, self.stragglers.clients)
+            self.slow_clients = frozenset(drawn)
 
-    def endings(
-        self, tasks: Sequence[Task], now: float, latest: float, free_at: dict[int, float]
-    ) -> list[Ending]:
-        """When and how tasks end, what would come after `latest` being lost; none where all end well and now.
+    def draw_outcomes(
+        self, tasks: Sequence[Task], now: float, deadline: float, free_at: dict[int, float]
+    ) -> list[Outcome]:
+        """Draw when and how tasks end.
 
-        free_at: when each client that is busy or away can begin; it is brought up to date.
+        Args:
+            tasks: tasks that are sent now.
+            now: the virtual time.
+            deadline: the virtual time after which the server waits no longer: a task that would end
+                later is lost at this time.
+            free_at: when each client that is busy or away can begin a task; it is updated.
+
+        Returns:
+            One outcome per task, and one more per second reply. Without delays and faults there are
+            none: every task ends well and at once.
         """
         if not tasks or (self.delay is None and self.faults is None):
             return []
         keys = torch.tensor([task.key for task in tasks])
         seconds = self._durations(tasks, keys)
-        dropped = self._happens("drop", keys)
-        doubled = self._happens("duplicate", keys)
-        leaving = self._happens("leave", keys)
-        endings = []
+        dropped = self._draw_fault("drop", keys)
+        doubled = self._draw_fault("duplicate", keys)
+        leaving = self._draw_fault("leave", keys)
+        outcomes = []
         for j, task in enumerate(tasks):
             due = max(now, free_at.get(task.client, 0.0)) + seconds[j]
-            lost = dropped[j] or due > latest
-            endings.append(Ending(min(due, latest), task.number, 0, task.client, lost))
+            lost = dropped[j] or due > deadline
+            outcomes.append(Outcome(min(due, deadline), task.number, 0, task.client, lost))
             if doubled[j] and not lost:
-                endings.append(Ending(due, task.number, 1, task.client, False))
-            free_at[task.client] = due + (self.faults.away_s if self.faults and leaving[j] else 0.0)
-        return endings
+                outcomes.append(Outcome(due, task.number, 1, task.client, False))
+            free_at[task.client] = due
+            if self.faults and leaving[j]:
+                free_at[task.client] += self.faults.away_s
+        return outcomes
 
-    def _happens(self, fault: str, keys: Tensor) -> list[bool]:
-        return self.faults.happen(fold_in(keys, 4), fault) if self.faults else [False] * len(keys)
+    def _draw_fault(self, fault: str, keys: Tensor) -> list[bool]:
+        if self.faults is None:
+            return [False] * len(keys)
+        return self.faults.draw(fold_in(keys, 4), fault)
 
     def _durations(self, tasks: Sequence[Task], keys: Tensor) -> list[float]:
         if self.delay is None:
@@ -78,33 +104,43 @@ class Fates:
             return seconds
         slowdown = {True: self.stragglers.slowdown, False: 1.0}
         return [
-            slowdown[task.client in self.slow] * second
+            slowdown[task.client in self.slow_clients] * second
             for task, second in zip(tasks, seconds, strict=True)
         ]
 
     @property
-    def corrupt(self) -> bool:
-        """Whether some replies are spoilt."""
+    def corrupts(self) -> bool:
+        """Whether some replies are corrupted."""
         return bool(self.faults and self.faults.corrupt)
 
-    def arriving(self, results: Results) -> Iterator[Results]:
-        """Replies as they arrive: some are spoilt, as lying clients would, half not finite, half of another shape."""
-        if not self.corrupt or self.faults is None:
+    def corrupt(self, results: Results) -> Iterator[Results]:
+        """Replies as they arrive, some of them corrupted.
+
+        Of those that are, about half are not finite and half are empty, which is a wrong shape;
+        replies without floating-point numbers are always emptied.
+
+        Args:
+            results: replies as they were computed.
+
+        Returns:
+            The same replies; those of a wrong shape come one by one, the others as one stack.
+        """
+        if not self.corrupts or self.faults is None:
             yield results
             return
         keys = fold_in(torch.tensor([task.key for task in results.tasks]), 5)
-        spoilt = self.faults.happen(keys, "corrupt")
+        corrupted = self.faults.draw(keys, "corrupt")
         values = pytree.tree_map(torch.clone, results.values)
         floats = [leaf for leaf in pytree.tree_leaves(values) if leaf.is_floating_point()]
         kept = []
-        for j, misshapen in enumerate((keys % 2 == 0).tolist()):
-            if spoilt[j] and (misshapen or not floats):
-                nothing = pytree.tree_map(lambda t, j=j: t[j].reshape(1, -1)[:, :0], values)
-                yield results.chosen([j])._replace(values=nothing)
+        for j, emptied in enumerate((keys % 2 == 0).tolist()):
+            if corrupted[j] and (emptied or not floats):
+                empty = pytree.tree_map(lambda t, j=j: t[j].reshape(1, -1)[:, :0], values)
+                yield results.select([j])._replace(values=empty)
                 continue
-            if spoilt[j]:
+            if corrupted[j]:
                 for leaf in floats:
                     leaf[j] = float("nan")
             kept.append(j)
         if kept:
-            yield results._replace(values=values).chosen(kept)
+            yield results._replace(values=values).select(kept)

@@ -1,4 +1,8 @@
-"""A simulated transport: clients in this process, and a virtual clock with delays and faults."""
+"""The virtual clock: a transport that simulates clients in this process, with delays and faults.
+
+Time is virtual: it passes when the server waits, by as much as the delay models say. A late reply,
+one that misses the deadline of an `ask`, is lost (`_faults.py` draws that).
+"""
 
 from __future__ import annotations
 
@@ -17,66 +21,57 @@ from fedbilevel.core import ranks
 from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution.executor import Executor
 from fedbilevel.federation.environment import Environment
-from fedbilevel.federation.replies import join, row
-from fedbilevel.federation.task import Results, Task, TaskCost, Values
+from fedbilevel.federation.stacks import reply_at, stack_replies
+from fedbilevel.federation.task import Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
-from fedbilevel.transports._faults import Ending, Fates
+from fedbilevel.transports._faults import Outcome, OutcomeSampler
+from fedbilevel.transports._packing import ByteLayout, pack
 
-AHEAD = 1024  # posted tasks that are computed together, because one of them is due
+COMPUTE_AHEAD = 1024  # the most posted tasks that are computed together when one of them is due
+SECOND_REPLY = "answered twice"
 
 Losses = Callable[[Tree, Tree], dict[str, float]]
 
 
-class Packing(NamedTuple):
-    """How the values of one client lie in a row of bytes: one tensor per waiting reply is little to keep."""
-
-    kinds: tuple[tuple[torch.dtype, torch.Size], ...]
-    form: pytree.TreeSpec
-
-    def stack(self, rows: Tensor) -> Values:
-        sizes = [dtype.itemsize * shape.numel() for dtype, shape in self.kinds]
-        parts = zip(rows.split(sizes, 1), self.kinds, strict=True)
-        values = [
-            _contiguous(part).view(-1).view(dtype).view(len(rows), *shape)
-            for part, (dtype, shape) in parts
-        ]
-        return pytree.tree_unflatten(values, self.form)  # type: ignore[no-any-return]
-
-
-def packed(stack: Values) -> tuple[Tensor, Packing]:
-    """A stack of replies as rows of bytes."""
-    tensors, form = pytree.tree_flatten(stack)
-    rows = [_contiguous(t.reshape(len(t), -1)).view(torch.uint8) for t in tensors]
-    return torch.cat(rows, 1), Packing(tuple((t.dtype, t.shape[1:]) for t in tensors), form)
-
-
-def _contiguous(t: Tensor) -> Tensor:
-    # `contiguous` leaves a single row where it is, at an address and with strides that another dtype need not allow.
-    return t.clone(memory_format=torch.contiguous_format)
-
-
 class Flight(NamedTuple):
-    """A posted task on its way, and its reply once that is computed."""
+    """A posted task that has not ended, and its reply once that is computed.
+
+    Attributes:
+        task: the task.
+        reply: the reply as one row of bytes, and its layout.
+        cost: what the client spent on it.
+    """
 
     task: Task
-    reply: tuple[Tensor, Packing] | None = None
+    reply: tuple[Tensor, ByteLayout] | None = None
     cost: TaskCost = TaskCost()
 
 
 class VirtualClock(Transport):
-    """Clients in this process: who is asked what, when it ends, and what becomes of it.
+    """A transport to simulated clients in this process.
 
-    An `ask` takes as long as its slowest client, a posted task is due when its client's delay is over. What a posted
-    task computes depends only on what was sent, so it is computed when it is first needed, together with others that
-    are under way.
+    An `ask` takes as long as its slowest client; a posted task ends when its client's delay is
+    over. What a posted task computes depends only on what was sent, not on when it is computed;
+    it is computed when its reply is first needed, together with other tasks in flight.
+
+    `fb.simulated_federation` puts it together with an executor and a federation.
 
     Args:
         executor: computes what tasks return.
-        clients: how many there are.
+        clients: how many clients are registered.
         environment: delays, stragglers, faults and the deadline.
-        seed: of the choice of stragglers; delays and faults are keyed by the task.
+        seed: the root of the draw of stragglers; delays and faults are keyed by the task.
         device: where waiting replies are kept.
-        losses: the upper and lower loss over the clients.
+        losses: computes the global upper and lower loss.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> environment = fb.Environment(delay=fb.delays.Constant(2.0))
+        >>> fed = fb.simulated_federation(task.problem, task.clients, environment)
+        >>> result = fb.solve(task.problem, task.clients, "simfbo", rounds=3, federation=fed)
+        >>> type(fed.transport).__name__, fed.transport.now
+        ('VirtualClock', 6.0)
     """
 
     ordered = True
@@ -98,103 +93,113 @@ class VirtualClock(Transport):
         self._losses = losses
         self._now = 0.0
         self.flights: dict[int, Flight] = {}  # by client
-        self.uncomputed: dict[
-            int, None
-        ] = {}  # the clients whose reply is yet to be computed, oldest first
-        self.endings: list[Ending] = []  # a heap
-        self.free_at: dict[
-            int, float
-        ] = {}  # when a client that is busy or away can begin the next task
-        self.fates = Fates(environment, clients, seed)
+        # Clients whose reply is not computed yet, oldest first: a dict serves as an ordered set.
+        self.uncomputed: dict[int, None] = {}
+        self.scheduled: list[Outcome] = []  # a heap: what becomes of posted tasks, earliest first
+        self.free_at: dict[int, float] = {}  # when a client that is busy or away can begin a task
+        self.outcomes = OutcomeSampler(environment, clients, seed)
 
     @property
     def now(self) -> float:
+        """Virtual seconds since the run began."""
         return self._now
 
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:
+        """The global upper and lower loss; see `Transport.losses`."""
         return self._losses(x, y)
 
-    def absent(self, needed: int, busy: Collection[int]) -> Collection[int]:
+    def samples(self, client: int) -> int:
+        """How many training samples a client holds."""
+        return self.executor.samples(client)
+
+    def unavailable(self, needed: int, busy: Collection[int]) -> Collection[int]:
+        """The clients that are busy or away; time passes until `needed` others are there.
+
+        A client whose delay is over is available, whether or not its reply was collected. Without
+        delays everyone always is.
+        """
         self.free_at = {client: time for client, time in self.free_at.items() if time > self.now}
         missing = needed - (self.clients - len(self.free_at))
         if missing > 0:
             self._now = sorted(self.free_at.values())[missing - 1]
-        # A client whose delay is over is free, whether or not its reply was collected; without delays all always are.
         return {client for client, time in self.free_at.items() if time > self.now}
 
-    def samples(self, client: int) -> int:
-        return self.executor.samples(client)
-
     def send(self, tasks: Sequence[Task], barrier: bool) -> Iterator[Report]:
+        """Hand over tasks; without a barrier, what becomes of them is drawn now."""
         yield Departed(tasks)
         if barrier:
             return
-        at_once = [Ending(self.now, task.number, 0, task.client, False) for task in tasks]
-        endings = self.fates.endings(tasks, self.now, float("inf"), self.free_at) or at_once
-        lost = {ending.number for ending in endings if ending.lost}
+        outcomes = self.outcomes.draw_outcomes(tasks, self.now, float("inf"), self.free_at)
+        if not outcomes:
+            outcomes = [Outcome(self.now, task.number, 0, task.client, False) for task in tasks]
+        lost = {outcome.number for outcome in outcomes if outcome.lost}
         self.flights |= {task.client: Flight(task) for task in tasks}
-        self.uncomputed |= {task.client: None for task in _computed(tasks, lost)}
-        for ending in endings:
-            heapq.heappush(self.endings, ending)
+        self.uncomputed |= {task.client: None for task in _without_lost(tasks, lost)}
+        for outcome in outcomes:
+            heapq.heappush(self.scheduled, outcome)
 
     def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterator[Report]:
-        return self._collected(limit) if tasks is None else self._awaited(tasks)
+        """Report what becomes of tasks; see `Transport.receive`."""
+        if tasks is None:
+            return self._receive_posted(limit)
+        return self._receive_asked(tasks)
 
-    def _awaited(self, tasks: Sequence[Task]) -> Iterator[Report]:
-        """What becomes of tasks with a barrier."""
-        latest = self.now + (self.environment.deadline or float("inf"))
-        endings = self.fates.endings(tasks, self.now, latest, self.free_at)
-        lost = {ending.number for ending in endings if ending.lost}
-        if tasks and tasks[0].broadcast.remembers:  # what was posted before comes before
+    def _receive_asked(self, tasks: Sequence[Task]) -> Iterator[Report]:
+        """Compute tasks with a barrier, and report what becomes of them."""
+        deadline = self.now + (self.environment.deadline or float("inf"))
+        outcomes = self.outcomes.draw_outcomes(tasks, self.now, deadline, self.free_at)
+        lost = {outcome.number for outcome in outcomes if outcome.lost}
+        if tasks and tasks[0].broadcast.remembers:
+            # A client's earlier tasks must leave their memory first.
             self._compute([task.client for task in tasks if task.client in self.uncomputed])
         costs: dict[int, TaskCost] = {}
-        for results in self.executor.run(
-            _computed(tasks, lost), sums=self._only_summed(tasks, lost)
-        ):
+        computed = _without_lost(tasks, lost)
+        for results in self.executor.run(computed, sums=self._sums_suffice(tasks, lost)):
             kept = [j for j, task in enumerate(results.tasks) if task.number not in lost]
             if len(kept) < len(results.tasks):
-                costs |= {
-                    task.number: cost
-                    for task, cost in zip(results.tasks, results.costs, strict=True)
-                }
+                for task, cost in zip(results.tasks, results.costs, strict=True):
+                    costs[task.number] = cost
             if kept:
-                yield from map(Arrived, self.fates.arriving(results.chosen(kept)))
-        if endings:
-            yield from self._ended(tasks, endings, costs)
+                yield from map(Arrived, self.outcomes.corrupt(results.select(kept)))
+        if outcomes:
+            yield from self._pass_time(tasks, outcomes, costs)
 
-    def _ended(
-        self, tasks: Sequence[Task], endings: Sequence[Ending], costs: Mapping[int, TaskCost]
+    def _pass_time(
+        self, tasks: Sequence[Task], outcomes: Sequence[Outcome], costs: Mapping[int, TaskCost]
     ) -> Iterator[Report]:
-        """Let time pass until tasks with a barrier have ended; costs: of those that are lost and were computed."""
-        by_number = {task.number: task for task in tasks}
-        for ending in sorted(endings):
-            self._now = max(self.now, ending.due)
-            task = by_number[ending.number]
-            task.ended = ending.due
-            if ending.copy:
-                yield Rejected(ending.client, "answered twice")
-            elif ending.lost:
-                yield Missed(task, costs.get(ending.number))
+        """Let time pass until tasks with a barrier have ended, and report those without a reply.
 
-    def _collected(self, limit: int) -> Iterator[Report]:
-        """What comes next of the tasks without a barrier."""
+        `costs` has the costs of lost tasks that were computed, by the number of the task.
+        """
+        by_number = {task.number: task for task in tasks}
+        for outcome in sorted(outcomes):
+            self._now = max(self.now, outcome.due)
+            task = by_number[outcome.number]
+            task.ended_at = outcome.due
+            if outcome.copy:
+                yield Rejected(outcome.client, SECOND_REPLY)
+            elif outcome.lost:
+                yield Missed(task, costs.get(outcome.number))
+
+    def _receive_posted(self, limit: int) -> Iterator[Report]:
+        """Let time pass until `limit` posted tasks have replied, and report what has ended."""
         arrived: list[int] = []
-        while self.endings and len(arrived) < limit:
-            ending = heapq.heappop(self.endings)
-            self._now = max(self.now, ending.due)
-            if ending.copy:
-                yield Rejected(ending.client, "answered twice")
+        while self.scheduled and len(arrived) < limit:
+            outcome = heapq.heappop(self.scheduled)
+            self._now = max(self.now, outcome.due)
+            if outcome.copy:
+                yield Rejected(outcome.client, SECOND_REPLY)
                 continue
-            task = self.flights[ending.client].task
-            task.ended = ending.due
-            if not ending.lost:
-                arrived.append(ending.client)
+            task = self.flights[outcome.client].task
+            task.ended_at = outcome.due
+            if not outcome.lost:
+                arrived.append(outcome.client)
                 continue
             cost = None
             if task.broadcast.remembers:
-                self._compute([ending.client])
-                cost = self.flights[ending.client].cost
-            del self.flights[ending.client]
+                self._compute([outcome.client])
+                cost = self.flights[outcome.client].cost
+            del self.flights[outcome.client]
             yield Missed(task, cost)
         self._compute(arrived)
         groups: dict[int, list[Flight]] = {}
@@ -202,32 +207,33 @@ class VirtualClock(Transport):
             flight = self.flights.pop(client)
             groups.setdefault(id(flight.task.broadcast.submodel), []).append(flight)
         for flights in groups.values():
-            yield from map(Arrived, self.fates.arriving(_landed(flights)))
+            yield from map(Arrived, self.outcomes.corrupt(_stack_flights(flights)))
 
-    def _compute(self, needed: list[int]) -> None:
-        """Compute the replies of these clients' posted tasks that are not, and of more of those under way."""
-        needed = [client for client in needed if self.flights[client].reply is None]
+    def _compute(self, clients: Sequence[int]) -> None:
+        """Compute the replies of these clients' posted tasks, and of others in flight with them."""
+        needed = [client for client in clients if self.flights[client].reply is None]
         if not needed:
             return
-        together = dict.fromkeys([*needed, *itertools.islice(self.uncomputed, AHEAD)])
+        together = dict.fromkeys([*needed, *itertools.islice(self.uncomputed, COMPUTE_AHEAD)])
         for results in self.executor.run([self.flights[client].task for client in together]):
-            rows, packing = packed(results.values)
-            for task, cost, reply in zip(results.tasks, results.costs, rows.split(1), strict=True):
-                # A copy: a view would keep the whole stack for as long as the reply of a straggler is waited for.
-                self.flights[task.client] = Flight(task, (reply.clone(), packing), cost)
+            rows, layout = pack(results.values)
+            for task, cost, row in zip(results.tasks, results.costs, rows.split(1), strict=True):
+                # A copy: a view would keep the whole stack while the reply of a straggler waits.
+                self.flights[task.client] = Flight(task, (row.clone(), layout), cost)
                 self.uncomputed.pop(task.client, None)
 
-    def _only_summed(self, tasks: Sequence[Task], lost: Collection[int]) -> bool:
-        """Whether nobody looks at a single reply of these, and all that are computed count."""
-        if not tasks or self.fates.corrupt:
+    def _sums_suffice(self, tasks: Sequence[Task], lost: Collection[int]) -> bool:
+        """Whether nobody needs a single reply of these tasks, and all that are computed count."""
+        if not tasks or self.outcomes.corrupts:
             return False
         broadcast = tasks[0].broadcast
-        return (
-            broadcast.phase.summed and not broadcast.stages and not (lost and broadcast.remembers)
-        )
+        if broadcast.stages or (lost and broadcast.remembers):
+            return False
+        return broadcast.phase.summed
 
     @contextmanager
-    def standstill(self) -> Iterator[None]:
+    def paused_clock(self) -> Iterator[None]:
+        """A context in which no time passes."""
         now = self.now
         free_at = dict(self.free_at)
         try:
@@ -237,70 +243,77 @@ class VirtualClock(Transport):
             self.free_at = free_at
 
     def mark(self) -> Any:
+        """Mark the present state, for `rollback`; the previous mark is void."""
         state = (
             self.now,
             dict(self.free_at),
             dict(self.flights),
             dict(self.uncomputed),
-            list(self.endings),
+            list(self.scheduled),
         )
         return state, self.executor.mark()
 
-    def back(self, mark: Any) -> None:
-        (self._now, free_at, flights, uncomputed, endings), executor = mark
-        self.free_at, self.flights = dict(free_at), dict(flights)
-        self.uncomputed, self.endings = dict(uncomputed), list(endings)
-        self.executor.back(executor)
+    def rollback(self, mark: Any) -> None:
+        """Undo everything since the mark."""
+        (now, free_at, flights, uncomputed, scheduled), executor = mark
+        self._now = now
+        self.free_at = dict(free_at)
+        self.flights = dict(flights)
+        self.uncomputed = dict(uncomputed)
+        self.scheduled = list(scheduled)
+        self.executor.rollback(executor)
 
     def snapshot(self) -> dict[str, Any]:
-        computed = {
-            client: (row(packing.stack(reply), 0), *flight.cost)
-            for client, flight in self.flights.items()
-            if flight.reply is not None
-            for reply, packing in [flight.reply]
-        }
+        """The state as plain values and tensors, for a checkpoint."""
+        computed = {}
+        for client, flight in self.flights.items():
+            if flight.reply is not None:
+                row, layout = flight.reply
+                computed[client] = (reply_at(layout.unpack(row), 0), *flight.cost)
         return {
             "now": self.now,
             "free_at": dict(self.free_at),
             "uncomputed": list(self.uncomputed),
-            "endings": [tuple(ending) for ending in self.endings],
+            "endings": [tuple(outcome) for outcome in self.scheduled],
             "computed": computed,
-            "executors": ranks.gather(self.executor.snapshot()),
+            "executors": ranks.all_gather(self.executor.snapshot()),
         }
 
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
+        """Resume from a snapshot; see `Transport.restore`."""
         self._now = snapshot["now"]
         self.free_at = dict(snapshot["free_at"])
         self.uncomputed = dict.fromkeys(snapshot["uncomputed"])
-        self.endings = [Ending(*ending) for ending in snapshot["endings"]]
+        self.scheduled = [Outcome(*outcome) for outcome in snapshot["endings"]]
         self.flights = {client: Flight(task) for client, task in tasks.items()}
         for client, (values, *cost) in snapshot["computed"].items():
-            here = pytree.tree_map(lambda t: t.to(self.device), values)
-            self.flights[client] = Flight(tasks[client], packed(join([here])), TaskCost(*cost))
+            reply = pytree.tree_map(lambda t: t.to(self.device), values)
+            packed = pack(stack_replies([reply]))
+            self.flights[client] = Flight(tasks[client], packed, TaskCost(*cost))
         self.executor.restore(snapshot["executors"])
 
-    def keep_in(self, folder: Path) -> None:
-        self.executor.keep_in(folder)
+    def store_in(self, folder: Path) -> None:
+        """Set the folder for the files of client memories."""
+        self.executor.store_in(folder)
 
 
-def _computed(tasks: Sequence[Task], lost: set[int]) -> Sequence[Task]:
-    """The tasks whose result matters: of a lost one only what the client remembers does."""
+def _without_lost(tasks: Sequence[Task], lost: Collection[int]) -> Sequence[Task]:
+    """The tasks that must be computed: a lost task only if its client remembers it."""
     if not lost:
         return tasks
     return [task for task in tasks if task.number not in lost or task.broadcast.remembers]
 
 
-def _landed(flights: Sequence[Flight]) -> Results:
+def _stack_flights(flights: Sequence[Flight]) -> Results:
     """Computed replies as a stack."""
     replies = [flight.reply for flight in flights if flight.reply is not None]
-    packing, *others = {
-        id(packing): packing for _, packing in replies
-    }.values()  # few are compared, not all
-    if all(other == packing for other in others):
-        values = packing.stack(torch.cat([reply for reply, _ in replies]))
-    else:  # of other dtypes, because a number was sent as another type
-        values = join([row(other.stack(reply), 0) for reply, other in replies])
+    # Most replies share one layout object: only distinct objects are compared.
+    layout, *others = {id(layout): layout for _, layout in replies}.values()
+    if all(other == layout for other in others):
+        values = layout.unpack(torch.cat([row for row, _ in replies]))
+    else:  # dtypes differ where a number was sent as another type
+        values = stack_replies([reply_at(other.unpack(row), 0) for row, other in replies])
     size = nbytes(values) // len(flights)
-    return Results(
-        [flight.task for flight in flights], [flight.cost for flight in flights], size, values
-    )
+    tasks = [flight.task for flight in flights]
+    costs = [flight.cost for flight in flights]
+    return Results(tasks, costs, size, values)

@@ -1,12 +1,20 @@
-"""Real federations on Flower: any method, unchanged, over a SuperLink and nodes that hold their own data.
+"""Real federations on Flower: any algorithm, unchanged, with clients that keep their data.
 
-`server` gives an algorithm its federation, `app` runs an experiment on it, `client` answers, `wire` is what travels
-between them, `warm` is a node that stays up, `deployment` starts Flower's processes, `keys` makes what a secure one
-needs. Needs the `flower` extra.
+| module | what is in it |
+| --- | --- |
+| `wire` | what crosses the wire: the messages, how they are encoded, and what is refused |
+| `transport` | `flower_federation` and the transport: deadlines, resending, lost tasks |
+| `app` | the server process: runs an experiment and writes its run folder |
+| `client` | the client: runs phases on its own data |
+| `warm_node` | a node that stays up between tasks |
+| `deployment` | starts and stops Flower's processes |
+| `keys` | certificates and keys for a secure deployment |
+
+It needs the `flower` extra: `pip install 'fedbilevel[flower]'`.
 """
 
 import os
 
-# Before anything of Flower's is imported: no telemetry, no look for updates, unless the user wants them.
-for _name, _value in (("FLWR_TELEMETRY_ENABLED", "0"), ("FLWR_DISABLE_UPDATE_CHECK", "1")):
-    os.environ.setdefault(_name, _value)
+# Flower reads these on import. Neither telemetry nor the update check is on unless the user asks.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")

@@ -1,149 +1,131 @@
-"""Who is who behind a Flower grid: a node says which client it is before it is given anything to do."""
+"""Which node is which client: nodes are greeted, say which client they are, and are admitted."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
-import httpx
 from flwr.app import Message, RecordDict
-from flwr.serverapp import Grid
 
 from fedbilevel.core import checks
-from fedbilevel.deploy.flower.wire import WireError, decode, encode, one_line
+from fedbilevel.deploy.flower._grid import (
+    EXPIRED_CODE,
+    NODE_DIED_CODES,
+    GridConnection,
+    NodeReply,
+)
+from fedbilevel.deploy.flower.wire import WireError, one_line
 from fedbilevel.federation.replies import log
 
-POLL_S = 0.02  # between looks for replies
-NODES_S = 0.5  # between looks for nodes
-MOST_SAMPLES = 2**40  # that a client can say it has
-GONE = (
-    4,
-    5,
-    8,
-)  # Flower's codes for a node or its process that died with a message: it can be sent again
-EXPIRED, UNREADABLE = 3, -1
-
-
-class Got(NamedTuple):
-    """A reply: what it holds, or Flower's code for why there is none."""
-
-    content: RecordDict | None
-    code: int | None = None
-    why: str = ""
-
-    def read(self) -> dict[str, Any]:
-        if self.content is None:
-            raise WireError(self.why or f"Flower's error {self.code}")
-        return decode(self.content)
-
-
-class Mailbox:
-    """Pushes messages to nodes and pulls their replies, one at a time."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-
-    def push(self, message: Message) -> str | None:
-        """Flower's id of the message, None if it could not be sent."""
-        return next(iter(self.grid.push_messages([message])), None) or None
-
-    def pull(self, message: str) -> Got | None:
-        """The reply to a message, if it is there; one that cannot be read takes no other along."""
-        try:
-            found = list(self.grid.pull_messages([message]))
-            if not found:
-                return None
-            if found[0].has_error():
-                return Got(None, found[0].error.code, one_line(found[0].error.reason))
-            return Got(found[0].content)
-        except httpx.HTTPError:
-            raise  # the SuperLink itself
-        except Exception as error:  # Flower's own reading of what a node has sent
-            return Got(None, UNREADABLE, f"the message cannot be read ({type(error).__name__})")
+NODE_LISTING_S = 0.5  # seconds between two listings of the nodes
+MAX_SAMPLES = 2**40  # that a client may claim to hold
 
 
 class Members:
-    """Greets nodes that are new, and knows which client each of them is.
+    """Greets new nodes and keeps track of the node of each client.
+
+    Args:
+        grid: the connection to the nodes.
+        clients: the number of registered clients; a node must claim to be one of them.
+        greeting: returns the content of a greeting.
+        ttl: seconds in which a node must answer its greeting.
 
     Attributes:
-        node: the node of each client that is there.
-        samples: the training samples of each client that was ever there.
+        node_of: the node of each client that is present.
+        samples: the number of training samples of each client that was ever present.
     """
 
     def __init__(
-        self, mailbox: Mailbox, clients: int, table: Mapping[str, Any], ttl: float
+        self,
+        grid: GridConnection,
+        clients: int,
+        greeting: Callable[[], RecordDict],
+        ttl: float,
     ) -> None:
-        self.mailbox = mailbox
+        self.grid = grid
         self.clients = clients
-        self.table = dict(table)
+        self.greeting = greeting
         self.ttl = ttl
-        self.node: dict[int, int] = {}
+        self.node_of: dict[int, int] = {}
         self.samples: dict[int, int] = {}
-        self.greeted: dict[
-            int, tuple[str, float]
-        ] = {}  # nodes that are yet to answer, and until when
-        self.refused: dict[
-            int, int
-        ] = {}  # nodes, and the client whose place is taken (-1: refused for good)
-        self.names: dict[int, str] = {}  # what nodes with keys are registered as
-        self.looked = 0.0
+        # By node: the id of the greeting that it has not answered yet, and when that expires.
+        self._greeted: dict[int, tuple[str, float]] = {}
+        # By node: the client that it claimed to be if that one was taken, None if refused for good.
+        self._refused: dict[int, int | None] = {}
+        self._key_names: dict[int, str] = {}
+        self._listed_at = 0.0
 
-    def look(self, job: str) -> None:
-        """Hear who has answered, forget nodes that are gone, and greet those that are new."""
-        now = time.monotonic()
-        for node, (message, until) in list(self.greeted.items()):
-            reply = self.mailbox.pull(message)
-            if reply is not None or now > until:
-                del self.greeted[node]
+    def refresh(self) -> None:
+        """Read the answers to greetings, forget nodes that have left, and greet new ones."""
+        self._read_answers()
+        if time.monotonic() - self._listed_at >= NODE_LISTING_S:
+            self._listed_at = time.monotonic()
+            self._update_nodes()
+
+    def remove(self, client: int, node: int) -> None:
+        """Treat a client that did not answer as absent until it answers another greeting.
+
+        Args:
+            client: the client.
+            node: the node that did not answer. A node that has taken its place since then stays.
+        """
+        if self.node_of.get(client) == node:
+            del self.node_of[client]
+
+    def _read_answers(self) -> None:
+        for node, (message_id, expires_at) in list(self._greeted.items()):
+            reply = self.grid.pull(message_id)
             if reply is not None:
-                self._introduce(node, reply)
-        if now - self.looked < NODES_S:
-            return
-        self.looked = now
-        self.names = {info.node_id: info.name for info in self.mailbox.grid.get_nodes()}
-        self.node = {client: node for client, node in self.node.items() if node in self.names}
-        self.refused = {  # who came too early, while its predecessor was not yet missed, is greeted again
-            node: client
-            for node, client in self.refused.items()
-            if node in self.names and (client < 0 or client in self.node)
-        }
-        known = {*self.node.values(), *self.greeted, *self.refused}
-        for node in self.names.keys() - known:
-            content = encode(job=job, table=self.table)
-            if message_id := self.mailbox.push(Message(content, node, "query", ttl=self.ttl)):
-                self.greeted[node] = (message_id, time.monotonic() + self.ttl)
+                del self._greeted[node]
+                self._admit(node, reply)
+            elif time.monotonic() > expires_at:
+                del self._greeted[node]
 
-    def _introduce(self, node: int, reply: Got) -> None:
-        if reply.code in (EXPIRED, *GONE):
-            return  # it is greeted again if it is still there
-        taken = -1
+    def _update_nodes(self) -> None:
+        self._key_names = self.grid.node_names()
+        present = self._key_names.keys()
+        self.node_of = {client: node for client, node in self.node_of.items() if node in present}
+        # A client that restarts as a new node is refused as long as its old node is listed.
+        # Once that has left, the new node is no longer in this dict and is greeted again.
+        self._refused = {
+            node: client
+            for node, client in self._refused.items()
+            if node in present and (client is None or client in self.node_of)
+        }
+        for node in present - {*self.node_of.values(), *self._greeted, *self._refused}:
+            message_id = self.grid.push(Message(self.greeting(), node, "query", ttl=self.ttl))
+            if message_id is not None:
+                self._greeted[node] = (message_id, time.monotonic() + self.ttl)
+
+    def _admit(self, node: int, reply: NodeReply) -> None:
+        """Admit the node as the client that it claims to be, or refuse it and log why."""
+        if reply.error_code in (EXPIRED_CODE, *NODE_DIED_CODES):
+            return  # a node that is still listed is greeted again
         try:
-            said = reply.read()
-            client = checks.integer("client", said["client"], least=0, most=self.clients - 1)
-            train, _ = (
-                checks.integer("samples", count, least=1, most=MOST_SAMPLES)
-                for count in said["samples"]
-            )
-            name = self.names.get(node, "")
-            if name.startswith("client-") and name != f"client-{client}":
-                raise WireError(f"its key is that of {name}, but it says it is client {client}")
-            if self.node.get(client, node) != node:
-                taken = client
-                raise WireError(f"client {client} is here already")
+            client, samples = self._read_claim(node, reply)
         except (ValueError, TypeError, KeyError) as error:
-            self.refused[node] = taken
+            self._refused[node] = None
             log.warning("node %d refused: %s", node, one_line(error))
             return
-        if client in self.samples and self.samples[client] != train:
-            log.warning(
-                "client %d now has %d training samples, not %d", client, train, self.samples[client]
-            )
-        self.node[client] = node
-        self.samples[client] = train
-        log.info("client %d has joined (node %d, %d training samples)", client, node, train)
+        if self.node_of.get(client, node) != node:
+            self._refused[node] = client
+            log.warning("node %d refused: another node serves client %d", node, client)
+            return
+        before = self.samples.get(client, samples)
+        if before != samples:
+            log.warning("client %d now has %d training samples, not %d", client, samples, before)
+        self.node_of[client] = node
+        self.samples[client] = samples
+        log.info("client %d has joined (node %d, %d training samples)", client, node, samples)
 
-    def missing(self, client: int, node: int) -> None:
-        """A client that did not answer in time is given nothing until it has answered to another greeting."""
-        if self.node.get(client) == node:  # and not another that has taken its place since
-            del self.node[client]
+    def _read_claim(self, node: int, reply: NodeReply) -> tuple[int, int]:
+        """Return the client that a node claims to be, and its number of training samples."""
+        values = reply.decode()
+        client = checks.integer("client", values["client"], least=0, most=self.clients - 1)
+        train, val = values["samples"]
+        checks.integer("training samples", train, least=1, most=MAX_SAMPLES)
+        checks.integer("validation samples", val, least=1, most=MAX_SAMPLES)
+        key_name = self._key_names.get(node, "")
+        if key_name.startswith("client-") and key_name != f"client-{client}":
+            raise WireError(f"its key is that of {key_name}, but it claims to be client {client}")
+        return client, train

@@ -1,4 +1,4 @@
-"""The server as Flower starts it: an experiment, run over a grid, written to a folder."""
+"""The server process: a `ServerApp` that runs an experiment and writes its run folder."""
 
 from __future__ import annotations
 
@@ -9,53 +9,78 @@ import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedbilevel.deploy.flower import warm
+from fedbilevel import configure_process
 from fedbilevel.deploy.flower.transport import flower_federation
+from fedbilevel.deploy.flower.warm_node import patch_flower_pull_backoff
 from fedbilevel.deploy.flower.wire import one_line
 from fedbilevel.experiments import config as configs
-from fedbilevel.experiments.runner import load, run_of
+from fedbilevel.experiments.runner import build_run, load_task
 from fedbilevel.federation.replies import log
-from fedbilevel.runs.recorder import Recorder, replace
+from fedbilevel.runs.folder import write_atomically
+from fedbilevel.runs.recorder import Recorder
 
 app = ServerApp()
 
-LOG = "server.log"  # in the run's folder: who came and went, what was refused
+SERVER_LOG = "server.log"  # in the run folder: joined clients, refused replies, lost tasks
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """A run as `flwr run` starts it; its settings are in `deployment.APP`."""
-    job = context.run_config
-    folder, report = Path(str(job["out"])), Path(str(job["report"])) if job["report"] else None
-    if report:
-        replace(report, json.dumps({"pid": os.getpid()}))
+    """Run the experiment that the run config names; `flwr run` starts it.
+
+    The keys of the run config are those in `deployment.APP_PYPROJECT`. With `report`, the process
+    writes its id and then how the run ended to that file, in JSON.
+    """
+    configure_process()
+    run_config = context.run_config
+    folder = Path(str(run_config["out"]))
+    report = None
+    if run_config["report"]:
+        report = Path(str(run_config["report"]))
+        write_atomically(report, json.dumps({"pid": os.getpid()}))
+    reason = ""
     try:
-        status, why = run_job(grid, job, folder), ""
+        status = run_experiment(grid, run_config, folder)
     except Exception as error:
-        status, why = "failed", one_line(error) or type(error).__name__
-        log.error("%s", why)
-        if not report:
+        status = "failed"
+        reason = one_line(error) or type(error).__name__
+        log.error("%s", reason)
+        if report is None:
             raise
-    if report:
-        replace(report, json.dumps({"pid": os.getpid(), "status": status, "error": why}))
+    if report is not None:
+        write_atomically(
+            report, json.dumps({"pid": os.getpid(), "status": status, "error": reason})
+        )
 
 
-def run_job(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
-    """Run the experiment that a job names, over this grid."""
-    warm.quicken()
-    place, table = configs.read(str(job["experiment"]))
+def run_experiment(grid: Grid, run_config: Mapping[str, object], folder: Path) -> str:
+    """Run an experiment over a grid, and write its run folder.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        run_config: `experiment`, a name or a TOML file; `clients`, 0 for those of the task;
+            `data-dir`, empty for the default folder; `resume`.
+        folder: the run folder.
+
+    Returns:
+        The status of the run: "completed", "diverged" or "interrupted".
+    """
+    patch_flower_pull_backoff()
+    place, table = configs.read(str(run_config["experiment"]))
     config = configs.resolve(place, table)
-    task = load(config, Path(str(job["data-dir"])) if job["data-dir"] else None)
-    experiment, clients = config.experiment, int(job["clients"]) or len(task.clients)
+    experiment = config.experiment
+    data_dir = None
+    if run_config["data-dir"]:
+        data_dir = Path(str(run_config["data-dir"]))
+    task = load_task(config, data_dir)
     fed = flower_federation(
         grid,
         task.problem.to(experiment.device),
-        clients,
+        int(str(run_config["clients"])) or len(task.clients),
         config.environment,
         config.table,
         config.conduct,
@@ -63,17 +88,22 @@ def run_job(grid: Grid, job: Mapping[str, Any], folder: Path) -> str:
         seed=experiment.seed,
         device=experiment.device,
     )
-    run = run_of(config, task, fed)
-    recorder = Recorder(run, folder, config.table, bool(job["resume"]), experiment.checkpoint_every)
+    run = build_run(config, task, fed)
+    resume = bool(run_config["resume"])
+    recorder = Recorder(run, folder, config.table, resume, experiment.checkpoint_every)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = logging.FileHandler(folder / LOG, encoding="utf-8")
-    lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(lines)
-    log.setLevel(logging.INFO)
+    _log_to(folder / SERVER_LOG)
     if threading.current_thread() is threading.main_thread():
-        # SIGINT stays Flower's: with it a server is told that its SuperLink is gone.
+        # SIGINT stays Flower's: with it, Flower tells a server that its SuperLink is gone.
         signal.signal(signal.SIGTERM, lambda *_: run.stop())
     for _ in recorder:
         pass
     log.info("%s after %d rounds", run.status, fed.ledger.rounds)
     return run.status
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)

@@ -1,6 +1,7 @@
-"""A client on Flower: it looks the phase up by name, runs it on its own data, and answers with tensors and counts.
+"""A client on Flower: it runs phases on its own data and replies with tensors and costs.
 
-The experiment travels with every message, as the table that describes it, and is checked again here; so a node may come
+A message names its phase, and the client looks the phase up among those that are installed. The
+experiment travels with every message, as nested tables, and is validated here; so a node may join
 late, restart, or serve several runs. What the client remembers between tasks stays here, in a file.
 """
 
@@ -9,9 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import platformdirs
 import torch
@@ -24,28 +26,54 @@ from fedbilevel import tasks
 from fedbilevel.core import checks
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import ClientData
-from fedbilevel.core.submodels import Submodel, units
-from fedbilevel.core.tree import Tree
-from fedbilevel.deploy.flower.wire import WireError, decode, encode, one_line
+from fedbilevel.core.submodels import Submodel, count_units
+from fedbilevel.deploy.flower.wire import Values, WireError, decode, encode, one_line
 from fedbilevel.execution.losses import ClientLosses
 from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.experiments import config as configs
-from fedbilevel.experiments.runner import load
+from fedbilevel.experiments.parts import import_function
+from fedbilevel.experiments.runner import load_task
+from fedbilevel.federation.kinds import Kind, templates
 from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.replies import like, log
-from fedbilevel.federation.stages import decoded
+from fedbilevel.federation.replies import log
+from fedbilevel.federation.stages import decode_values
 from fedbilevel.federation.task import Broadcast, Task
 from fedbilevel.runs import checkpoint
 
 app = ClientApp()
 
+T = TypeVar("T")
+
+# The `--node-config` of a SuperNode: its keys, and the fields of `Node` that they set.
+NODE_CONFIG = {
+    "partition-id": "partition",
+    "client-data": "client_data",
+    "task": "task",
+    "data-dir": "data_dir",
+    "device": "device",
+}
+
 
 @dataclass(frozen=True)
 class Node:
-    """What a node's owner says: which client it is, where its data comes from, and what it will run.
+    """What the owner of a node decides: which client it is, where its data is, what it will run.
 
-    client_data: module:function, called with the number of the client, returns its `ClientData`; without one the
-    experiment's own task deals the data. task: the only one that the experiment may name (None: those that we ship).
+    Args:
+        partition: index of the client, from 0.
+        client_data: `module:function`; the function is called with the index of the client and
+            returns its `ClientData`. None: the task of the experiment provides the data.
+        task: the only task, as `module:function`, that the experiment may name. None: the tasks
+            that fedbilevel provides.
+        data_dir: folder of the data sets. None: the default folder.
+        device: where the client computes: "cpu", "cuda" or "auto".
+
+    Raises:
+        TypeError: `partition` is not an integer.
+        ValueError: `partition` is negative.
+
+    Example:
+        >>> Node(partition=0, client_data="study:load", task="study:task").device
+        'cpu'
     """
 
     partition: int
@@ -58,183 +86,247 @@ class Node:
         checks.integer("partition", self.partition, least=0)
 
     @classmethod
-    def of(cls, settings: Any) -> Node:
-        """From the `--node-config` of a SuperNode."""
-        known = {
-            "partition-id": "partition",
-            "client-data": "client_data",
-            "task": "task",
-            "data-dir": "data_dir",
-        }
-        known |= {"device": "device"}
-        settings = {
-            key: value for key, value in settings.items() if key != "num-partitions"
-        }  # of Flower's simulations
-        for key in settings:
-            checks.one_of("node-config", key, known)
-        if "partition-id" not in settings:
+    def from_config(cls, node_config: Mapping[str, object]) -> Node:
+        """Read the `--node-config` of a SuperNode.
+
+        Args:
+            node_config: values for the keys in `NODE_CONFIG`.
+
+        Returns:
+            The node.
+
+        Raises:
+            ValueError: a key is unknown, or `partition-id` is missing.
+
+        Example:
+            >>> Node.from_config({"partition-id": 2, "data-dir": "data"}).partition
+            2
+        """
+        fields = {}
+        for key, value in node_config.items():
+            if key == "num-partitions":  # Flower's simulation engine sets it
+                continue
+            checks.one_of("node-config", key, NODE_CONFIG)
+            fields[NODE_CONFIG[key]] = value
+        if "partition" not in fields:
             raise ValueError(
-                "node-config has no partition-id; it must say which client this is, from 0 on"
+                "node-config has no partition-id; it must be the index of the client, from 0"
             )
-        return cls(**{known[key]: value for key, value in settings.items()})
+        return cls(**fields)  # type: ignore[arg-type]
 
 
 class Worker:
-    """One client of one run, made from the experiment's table."""
+    """One client in one run: its problem, its data, and what it remembers.
 
-    def __init__(self, node: Node, job: str, table: dict[str, Any]) -> None:
+    Args:
+        node: what the owner of the node decides.
+        job: name of the run, hexadecimal; the client stores its memory under it.
+        table: the experiment as nested tables, as the server sent it.
+
+    Raises:
+        WireError: the name of the run is not hexadecimal, or the experiment names a task that this
+            node does not allow.
+        ValueError: the experiment is not valid, or the client has no data.
+        TypeError: the function that loads the data returns something else than a `ClientData`.
+
+    Example:
+        >>> from fedbilevel.experiments import config
+        >>> table = config.resolve("example", {"task": {"name": "quadratic", "clients": 2}}).table
+        >>> Worker(Node(partition=1), "ab12", table).hello()
+        {'client': 1, 'samples': [1, 1]}
+    """
+
+    def __init__(self, node: Node, job: str, table: configs.Table) -> None:
         if not re.fullmatch("[0-9a-f]{1,64}", job):
             raise WireError("the run's name is not hexadecimal")
-        name = table.get("task", {}).get("name")
-        if name not in ([node.task] if node.task else tasks.names()):
-            # Whoever may name any module:function may run anything here.
-            allowed = repr(node.task) if node.task else "no own task"
-            raise WireError(f"the experiment's task is {name!r:.80}; this node allows {allowed}")
-        self.node, self.client = node, node.partition
-        self.config, task = _load(json.dumps(table), name, node.device, node.data_dir)
+        task_name = _check_task_name(node, table.get("task", {}).get("name"))
+        self.node = node
+        self.client = node.partition
+        self.config, task = _load(json.dumps(table), task_name, node.device, node.data_dir)
         self.problem = task.problem.to(node.device)
-        self.data = self._data(task)
+        self.data = self._load_data(task)
         environment = self.config.environment
-        episode = environment.batch_size if self.problem.lower_level == "private" else None
-        self.problem.check(self.data, node.device, episode)
-        rounded = self.problem.rounded(self.config.experiment.runtime.precision)
-        held = {self.client: self.data}
-        self.executor = ReferenceExecutor(rounded, held, environment.batch_size, device=node.device)
-        self.memory = Path(
-            platformdirs.user_state_dir("fedbilevel"), job, f"client-{self.client}.safetensors"
+        episode_size = None
+        if self.problem.lower_level == "private":
+            episode_size = environment.batch_size
+        self.problem.check(self.data, node.device, episode_size)
+        self.executor = ReferenceExecutor(
+            self.problem.with_precision(self.config.experiment.runtime.precision),
+            {self.client: self.data},
+            environment.batch_size,
+            device=node.device,
         )
-        self.losses: dict[int, ClientLosses] = {}
+        folder = Path(platformdirs.user_state_dir("fedbilevel"), job)
+        self.memory_file = folder / f"client-{self.client}.safetensors"
+        self._losses: dict[int, ClientLosses] = {}  # by number of samples; one entry
 
-    def _data(self, task: tasks.Task) -> ClientData:
+    def _load_data(self, task: tasks.Task) -> ClientData:
         if self.node.client_data is None:
             if not task.clients:
-                raise ValueError("client-data is missing; this task deals no data of its own")
+                raise ValueError("client-data is missing; this task provides no data itself")
             checks.integer("partition", self.client, least=0, most=len(task.clients) - 1)
             return task.clients[self.client]
-        found = configs.imported("client-data", self.node.client_data)(self.client)
-        if not isinstance(found, ClientData):
+        data = import_function("client-data", self.node.client_data)(self.client)
+        if not isinstance(data, ClientData):
             raise TypeError(
-                f"{self.node.client_data} made a {type(found).__name__}; it must make a ClientData"
+                f"{self.node.client_data} returned a {type(data).__name__}; "
+                "it must return a ClientData"
             )
-        return found
+        return data
 
-    def hello(self) -> dict[str, Any]:
-        """Who this is and how much data it holds."""
+    def hello(self) -> Values:
+        """Answer a greeting: which client this is, and the sizes of its data."""
         return {"client": self.client, "samples": [self.data.size("train"), self.data.size("val")]}
 
-    def run(self, task: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one task, and what it took."""
-        phase = Phase.load(task["phase"])
-        number, key = (
-            checks.integer(name, task[name], least=-(2**63)) for name in ("number", "key")
-        )
-        round_, iteration = (
-            checks.integer(name, task[name], least=0) for name in ("round", "iteration")
-        )
-        steps = checks.integer("steps", task["steps"], least=1)
-        submodel = self._submodel(task["kept"])
+    def run(self, message: Values) -> Values:
+        """Run a client task.
+
+        Args:
+            message: a decoded `train` message (see `wire`).
+
+        Returns:
+            The number of the task, the values of the reply, and the cost of the task.
+        """
+        task = self._read_task(message)
+        remembers = task.broadcast.remembers
+        before = {}
+        if remembers:
+            before = self._load_memory(task.number)
+        self.executor.memories[self.client] = before
+        (results,) = self.executor.run([task])
+        if remembers:
+            after = self.executor.memories.get(self.client, {})
+            self.memory_file.parent.mkdir(parents=True, exist_ok=True)
+            memory = {"number": task.number, "before": before, "after": after}
+            checkpoint.save(self.memory_file, memory)
+        values = pytree.tree_map(lambda stack: stack[0], results.values)
+        return {"number": task.number, "values": values, "cost": results.costs[0]._asdict()}
+
+    def _read_task(self, message: Values) -> Task:
+        phase = Phase.from_dict(message["phase"])
+        number = checks.integer("number", message["number"], least=-(2**63))
+        key = checks.integer("key", message["key"], least=-(2**63))
+        round_ = checks.integer("round", message["round"], least=0)
+        iteration = checks.integer("iteration", message["iteration"], least=0)
+        steps = checks.integer("steps", message["steps"], least=1)
+        submodel = self._read_submodel(message["kept"])
+        kinds: dict[str, Kind] = {}
+        for name, kind in message["kinds"].items():
+            kinds[name] = cast(Kind, checks.one_of("kind", kind, ("x", "y")))
         stages = self.config.environment.stages
         down = [stage for stage in stages if stage.direction == "down"]
-        kinds = {
-            name: checks.one_of("kind", kind, ("x", "y")) for name, kind in task["kinds"].items()
-        }
-        whole = like(kinds, self.problem, submodel)  # type: ignore[arg-type]
-        message = decoded(down, self._here(task["shared"]), kinds, whole)
         up = [stage for stage in stages if stage.direction == "up"]
-        broadcast = Broadcast(phase, message, round_, iteration, submodel, stages=up)
-        own = self._here(task["each"])
-        before = self._recall(number) if broadcast.remembers else {}
-        self.executor.memories[self.client] = before
-        (results,) = self.executor.run(
-            [Task(broadcast, number, 0, self.client, steps, own, key, 1.0)]
-        )
-        if broadcast.remembers:
-            after = self.executor.memories.get(self.client, {})
-            self.memory.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.save(self.memory, {"number": number, "before": before, "after": after})
-        values = pytree.tree_map(lambda t: t[0], results.values)
-        return {"number": number, "values": values, "took": results.costs[0]._asdict()}
+        payload = self._read_values(message["shared"])
+        shared = decode_values(down, payload, kinds, templates(kinds, self.problem, submodel))
+        own = self._read_values(message["each"])
+        broadcast = Broadcast(phase, shared, round_, iteration, submodel, stages=up)
+        return Task(broadcast, number, 0, self.client, steps, own, key, 1.0)
 
-    def _recall(self, number: int) -> dict[str, Any]:
-        """What the client remembers; of a task that is sent again, what it remembered then."""
-        if not self.memory.exists():
-            return {}
-        saved = checkpoint.load(self.memory)
-        return dict(saved["before"] if saved["number"] == number else saved["after"])
-
-    def _submodel(self, kept: dict[str, Tensor] | None) -> Submodel | None:
+    def _read_submodel(self, kept: dict[str, Tensor] | None) -> Submodel | None:
         if kept is None:
             return None
         axes = self.problem.axes
-        return Submodel(axes, units(axes, {**self.problem.x, **self.problem.y}), kept)
+        return Submodel(axes, count_units(axes, {**self.problem.x, **self.problem.y}), kept)
 
-    def _here(self, values: dict[str, Any]) -> dict[str, Any]:
-        if not all(isinstance(name, str) and name.isidentifier() for name in values):
-            raise WireError("the message has a name that is not an identifier")
-        return {name: _to(value, self.node.device) for name, value in values.items()}
+    def _read_values(self, values: Values) -> Values:
+        """Check the names of values that came with a message, and move the values to the device."""
+        for name in values:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise WireError("the message has a name that is not an identifier")
+        return _to_device(values, self.node.device)
 
-    def evaluate(self, x: Tree, y: Tree, share: int) -> dict[str, Any]:
-        """Both losses on the client's share of the evaluation."""
-        if share not in self.losses:
-            parts = (
-                self.config.environment,
-                self.config.experiment.seed,
-                self.client,
-                share,
-                self.node.device,
-            )
-            self.losses = {share: ClientLosses(Oracle(self.problem), self.data, *parts)}
-        found = self.losses[share]
+    def _load_memory(self, number: int) -> Values:
+        """Return the client's memory; for a task that is sent again, as it was before that task."""
+        if not self.memory_file.exists():
+            return {}
+        saved = checkpoint.load(self.memory_file)
+        if saved["number"] == number:
+            return dict(saved["before"])
+        return dict(saved["after"])
+
+    def evaluate(self, message: Values) -> Values:
+        """Evaluate both losses.
+
+        Args:
+            message: a decoded `evaluate` message (see `wire`).
+
+        Returns:
+            The client, and its upper and lower loss at x and y.
+        """
+        device = self.node.device
+        share = checks.integer("share", message["share"], least=1)
+        if share not in self._losses:
+            environment = self.config.environment
+            seed = self.config.experiment.seed
+            oracle = Oracle(self.problem)
+            losses = ClientLosses(oracle, self.data, environment, seed, self.client, share, device)
+            self._losses = {share: losses}
+        losses = self._losses[share]
+        x = _to_device(message["x"], device)
+        y = _to_device(message["y"], device)
         with torch.no_grad():
-            upper, lower = found(_to(x, self.node.device), _to(y, self.node.device), found.batch)
+            upper, lower = losses(x, y, losses.batch)
         return {"client": self.client, "upper": float(upper), "lower": float(lower)}
 
 
-@functools.lru_cache(
-    maxsize=1
-)  # shared by the clients that one process of Flower's simulation plays
+def _check_task_name(node: Node, name: object) -> str:
+    """Refuse a task that the owner of the node has not allowed.
+
+    A task may be any `module:function`: a server that could choose one could run anything here.
+    """
+    if node.task is not None:
+        allowed = [node.task]
+        described = repr(node.task)
+    else:
+        allowed = tasks.names()
+        described = "only tasks that fedbilevel provides"
+    if name not in allowed:
+        raise WireError(f"the experiment's task is {name!r:.80}; this node allows {described}")
+    return str(name)
+
+
+@functools.lru_cache(maxsize=1)  # one process of Flower's simulation engine serves many clients
 def _load(
     table: str, task: str, device: str, data_dir: str | None
 ) -> tuple[configs.Config, tasks.Task]:
-    # The task is named again, because a section of the table ([algorithms.simfbo.task], say) could name another one.
-    chosen = {"task.name": task, "device": device}
-    config = configs.resolve("the server's experiment", json.loads(table), overrides=chosen)
-    return config, load(config, Path(data_dir) if data_dir else None)
+    # The override of the task's name is needed, because another section of the table
+    # ([algorithms.simfbo.task], say) could replace the name that was checked.
+    overrides = {"task.name": task, "device": device}
+    config = configs.resolve("the server's experiment", json.loads(table), overrides=overrides)
+    folder = None
+    if data_dir:
+        folder = Path(data_dir)
+    return config, load_task(config, folder)
 
 
-def _to(value: Any, device: str) -> Any:
-    if isinstance(value, dict):
-        kind = Tree if isinstance(value, Tree) else dict
-        return kind({key: _to(item, device) for key, item in value.items()})
-    return value.to(device) if isinstance(value, Tensor) else value
+def _to_device(values: T, device: str) -> T:
+    return cast(T, pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), values))
 
 
-_workers: dict[
-    int, tuple[str, Worker]
-] = {}  # of every client in this process, the one for the last run
+# By client of this process: the settings of its last run as JSON, and its worker. A process of
+# Flower's simulation engine serves several clients.
+_workers: dict[int, tuple[str, Worker]] = {}
 
 
-def worker(context: Context, message: dict[str, Any]) -> Worker:
-    """The worker for a message, made once where the process lives on."""
-    node, job, table = Node.of(context.node_config), message["job"], message["table"]
-    key = json.dumps([repr(node), job, table], sort_keys=True)
-    if _workers.get(node.partition, ("",))[0] != key:
-        _workers[node.partition] = key, Worker(node, job, table)
-    return _workers[node.partition][1]
+def worker_for(context: Context, message: Values) -> Worker:
+    """Return the worker for a message: the one of the last message if that was of the same run."""
+    node = Node.from_config(context.node_config)
+    job = message["job"]
+    table = message["table"]
+    settings = json.dumps([repr(node), job, table], sort_keys=True)
+    cached_settings, worker = _workers.get(node.partition, ("", None))
+    if worker is None or cached_settings != settings:
+        worker = Worker(node, job, table)
+        _workers[node.partition] = (settings, worker)
+    return worker
 
 
-def _answer(message: Message, context: Context, kind: str) -> Message:
+def _reply(
+    message: Message, context: Context, compute: Callable[[Worker, Values], Values]
+) -> Message:
     try:
-        sent = decode(message.content)
-        here = worker(context, sent)
-        if kind == "hello":
-            reply = here.hello()
-        elif kind == "task":
-            reply = here.run(sent)
-        else:
-            reply = here.evaluate(
-                sent["x"], sent["y"], checks.integer("share", sent["share"], least=1)
-            )
+        values = decode(message.content)
+        reply = compute(worker_for(context, values), values)
     except Exception as error:
         log.warning("message refused: %s", one_line(error))
         raise
@@ -243,14 +335,17 @@ def _answer(message: Message, context: Context, kind: str) -> Message:
 
 @app.query()
 def hello(message: Message, context: Context) -> Message:
-    return _answer(message, context, "hello")
+    """Answer a greeting of the server; the handler of Flower's `query` messages."""
+    return _reply(message, context, lambda worker, _: worker.hello())
 
 
 @app.train()
 def task(message: Message, context: Context) -> Message:
-    return _answer(message, context, "task")
+    """Run a client task; the handler of Flower's `train` messages."""
+    return _reply(message, context, Worker.run)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    return _answer(message, context, "losses")
+    """Evaluate the losses; the handler of Flower's `evaluate` messages."""
+    return _reply(message, context, Worker.evaluate)

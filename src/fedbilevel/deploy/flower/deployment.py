@@ -1,6 +1,6 @@
-"""Flower's processes: a SuperLink with our server on it, and nodes; started, watched and ended together.
+"""Flower's processes: a SuperLink with our server on it, and nodes, started and stopped together.
 
-Only Flower's own commands are used, so that everything here can also be done by hand (docs/deploy.md).
+Only Flower's own commands are used; docs/deploy.md does the same by hand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -28,14 +28,15 @@ from fedbilevel.core import checks
 from fedbilevel.deploy.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-START_S = 60.0
-CONNECTION = "fedbilevel"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+CONNECTION = "fedbilevel"  # name of the SuperLink in Flower's configuration
 SERVER_APP = "fedbilevel.deploy.flower.app:app"
-APP = f"""
+APP_PYPROJECT = f"""
 [project]
 name = "fedbilevel-app"
 version = "1.0.0"
-description = "Modules of the installed package; no code of its own"
+description = "Names modules of the installed package and holds no code"
 license = "Apache-2.0"
 dependencies = []
 
@@ -57,20 +58,46 @@ report = ""
 
 
 class DeploymentError(OSError):
-    """A process that did not do its part, in one sentence."""
+    """A process of a deployment failed; the text is one sentence that says which and why."""
 
 
 class Deployment:
-    """A SuperLink and what belongs to it; leaving the context ends every process that was started in it.
+    """A SuperLink, the server on it, and nodes on this machine.
 
-    keys: a folder made by `fedbilevel keys`; with it connections are encrypted and nodes need a key of their own.
+    It is a context manager: leaving it stops every process that was started in it.
+
+    Args:
+        host: where the SuperLink listens; "0.0.0.0" is everywhere.
+        port: its port. None: a free one.
+        keys: a folder made by `fedbilevel keys`. With it, connections are encrypted and nodes need
+            a registered key. None: neither.
+
+    Attributes:
+        folder: temporary folder with Flower's state and the logs of the processes.
+        processes: the processes that were started, by name.
+
+    Raises:
+        FileNotFoundError: the folder of keys is incomplete.
+
+    Example:
+        >>> with Deployment() as deployment:  # doctest: +SKIP
+        ...     deployment.start_superlink()
+        ...     report = deployment.submit(experiment="digits", out="runs/real", clients=2)
+        ...     deployment.start_node(0)
+        ...     deployment.start_node(1)
+        ...     while "status" not in read_report(report):
+        ...         deployment.check_processes()
+        ...         time.sleep(1)
     """
 
     def __init__(
         self, host: str = "127.0.0.1", port: int | None = None, keys: Path | None = None
     ) -> None:
-        self.host, self.port, self.keys = host, port or free_port(), keys and keys.resolve()
-        if self.keys:
+        self.host = host
+        self.port = port or free_port()
+        self.keys = keys
+        if keys is not None:
+            self.keys = keys.resolve()
             for name in (CA, SERVER, SERVER_KEY):
                 if not (self.keys / name).is_file():
                     raise FileNotFoundError(
@@ -80,25 +107,31 @@ class Deployment:
 
     @property
     def address(self) -> str:
-        """Where nodes on this machine and our own commands find the SuperLink."""
+        """Where nodes on this machine, and our own commands, reach the SuperLink."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        if ":" in host:
+            return f"[{host}]:{self.port}"
+        return f"{host}:{self.port}"
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="fedbilevel-"))
-        (self.folder / "home").mkdir()
-        trust = {"root-certificates": str(self.keys / CA)} if self.keys else {"insecure": True}
-        connection = {"address": self.address, **trust}
-        superlink = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
-        (self.folder / "home/config.toml").write_text(tomli_w.dumps(superlink), "utf-8")
+        connection: dict[str, object] = {"address": self.address}
+        if self.keys is not None:
+            connection["root-certificates"] = str(self.keys / CA)
+        else:
+            connection["insecure"] = True
+        config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
+        home = self.folder / "home"
+        home.mkdir()
+        (home / "config.toml").write_text(tomli_w.dumps(config), "utf-8")
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in reversed(self.processes.values()):  # the SuperLink last
-            end(process)
-        for report in self.folder.glob(
-            "report-*.json"
-        ):  # a server outlives its SuperLink by some seconds
+            stop_process(process)
+        # A server outlives its SuperLink by some seconds. Where there is no /proc to make sure that
+        # its process id was not reused, it is left to end by itself.
+        for report in self.folder.glob("report-*.json"):
             pid = read_report(report).get("pid", 0)
             with suppress(OSError):
                 if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -107,114 +140,171 @@ class Deployment:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**surroundings(), "FLWR_HOME": str(self.folder / "home")}
+        """The environment variables of the processes."""
+        return {**process_environment(), "FLWR_HOME": str(self.folder / "home")}
 
-    def start(self, name: str, command: Sequence[Any]) -> subprocess.Popen[bytes]:
-        """A process of this deployment; what it prints goes to a file."""
+    def start_process(self, name: str, command: Sequence[object]) -> subprocess.Popen[bytes]:
+        """Start a process of this deployment.
+
+        On Linux it ends when this process dies, however that dies; elsewhere only when the
+        deployment is left.
+
+        Args:
+            name: name in `processes`, and of the file to which its output goes.
+            command: the command and its arguments.
+
+        Returns:
+            The process.
+
+        Raises:
+            DeploymentError: this is not a POSIX system, whose process groups are needed.
+        """
+        if os.name != "posix":
+            raise DeploymentError(
+                f"a deployment needs the process groups of POSIX, which {sys.platform} lacks; "
+                "start Flower's own commands by hand (docs/deploy.md)"
+            )
+        die_with_parent: Callable[[], None] | None = None
+        if sys.platform == "linux":
+            die_with_parent = _die_with_parent
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                list(map(str, command)),
+                [str(part) for part in command],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for us to pass on
-                preexec_fn=_die_with_parent,
+                start_new_session=True,  # Ctrl-C reaches this process only, which stops the others
+                preexec_fn=die_with_parent,
             )
         self.processes[name] = process
         return process
 
-    def superlink(self) -> subprocess.Popen[bytes]:
-        """Start the SuperLink and wait until it answers."""
-        command: list[Any] = [tool("flower-superlink"), "--host", self.host, "--port", self.port]
+    def start_superlink(self) -> subprocess.Popen[bytes]:
+        """Start the SuperLink, wait until it answers, and register the keys of the clients.
+
+        Returns:
+            The process.
+
+        Raises:
+            DeploymentError: it does not answer, or its certificate is not valid for its address.
+        """
+        command: list[object] = [flower_command("flower-superlink")]
+        command += ["--host", self.host, "--port", self.port]
         command += ["--disable-runtime-dependency-installation"]
-        if self.keys:
-            command += ["--ssl-ca-certfile", self.keys / CA, "--ssl-certfile", self.keys / SERVER]
+        if self.keys is not None:
+            command += ["--ssl-ca-certfile", self.keys / CA]
+            command += ["--ssl-certfile", self.keys / SERVER]
             command += ["--ssl-keyfile", self.keys / SERVER_KEY, "--enable-supernode-auth"]
         else:
             command += ["--insecure"]
-        process = self.start("superlink", command)
-        trust = ssl.create_default_context(cafile=self.keys / CA) if self.keys else None
-        url = f"http{'s' if self.keys else ''}://{self.address}/health"
-        until = time.monotonic() + START_S
-        while True:
-            try:
-                with urllib.request.urlopen(url, timeout=5, context=trust):
-                    break
-            except OSError as error:
-                if isinstance(
-                    reason := getattr(error, "reason", None), ssl.SSLCertVerificationError
-                ):
-                    why = f"{self.keys / SERVER} is not for it ({reason.verify_message})"  # type: ignore[operator]
-                    raise DeploymentError(
-                        f"the SuperLink is at {self.address}, but {why}"
-                    ) from None
-            if process.poll() is not None or time.monotonic() > until:
-                raise DeploymentError(f"the SuperLink did not start: {self.last_line('superlink')}")
+        process = self.start_process("superlink", command)
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while not self._superlink_answers():
+            if process.poll() is not None or time.monotonic() > give_up_at:
+                reason = self.last_log_line("superlink")
+                raise DeploymentError(f"the SuperLink did not start: {reason}")
             time.sleep(0.1)
-        for key in sorted((self.keys / CLIENTS).glob("*.pub")) if self.keys else ():
-            self.flwr("supernode", "register", key, CONNECTION, "--name", key.stem)
+        if self.keys is not None:
+            for key in sorted((self.keys / CLIENTS).glob("*.pub")):
+                self.flwr("supernode", "register", key, CONNECTION, "--name", key.stem)
         return process
 
+    def _superlink_answers(self) -> bool:
+        url = f"http://{self.address}/health"
+        context = None
+        if self.keys is not None:
+            url = f"https://{self.address}/health"
+            context = ssl.create_default_context(cafile=self.keys / CA)
+        try:
+            with urllib.request.urlopen(url, timeout=5, context=context):
+                return True
+        except OSError as error:
+            reason = getattr(error, "reason", None)
+            if self.keys is not None and isinstance(reason, ssl.SSLCertVerificationError):
+                raise DeploymentError(
+                    f"the SuperLink is at {self.address}, "
+                    f"for which {self.keys / SERVER} is not valid ({reason.verify_message})"
+                ) from None
+            return False
+
     def flwr(self, *arguments: str | Path) -> str:
-        command = [tool("flwr"), *map(str, arguments)]
+        """Run Flower's command `flwr` with these arguments, and return what it prints."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+            [flower_command("flwr"), *map(str, arguments)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
         )
         if done.returncode:
-            said = " ".join((done.stderr or done.stdout).split())
-            raise DeploymentError(f"`flwr {' '.join(map(str, arguments))}` failed: {said[-300:]}")
+            output = " ".join((done.stderr or done.stdout).split())
+            command = " ".join(map(str, arguments))
+            raise DeploymentError(f"`flwr {command}` failed: {output[-300:]}")
         return done.stdout
 
-    def submit(self, server: str = SERVER_APP, **job: Any) -> Path:
-        """Start a run on the SuperLink; returns the file in which the server will report."""
+    def submit(self, server: str = SERVER_APP, **run_config: object) -> Path:
+        """Start a run on the SuperLink.
+
+        Args:
+            server: the `ServerApp`, as `module:variable`.
+            **run_config: values for the keys of `[tool.flwr.app.config]` in `APP_PYPROJECT`, with
+                underscores for hyphens.
+
+        Returns:
+            The file in which the server reports its process id and how the run ended; read it with
+            `read_report`.
+        """
         report = self.folder / f"report-{time.monotonic_ns()}.json"
         app = self.folder / "app"
         write_app(app, server)
-        given = " ".join(
-            f"{key.replace('_', '-')}={_toml(value)}"
-            for key, value in {**job, "report": str(report)}.items()
+        given = {key.replace("_", "-"): value for key, value in run_config.items()}
+        self.flwr(
+            "run", app, CONNECTION, "--run-config", _key_values(given | {"report": str(report)})
         )
-        self.flwr("run", app, CONNECTION, "--run-config", given)
         return report
 
-    def node(
+    def start_node(
         self, partition: int, *, warm: bool = True, options: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """A node on this machine, as `fedbilevel join` starts one."""
-        command = [
-            sys.executable,
-            "-m",
-            "fedbilevel.cli",
-            "join",
-            self.address,
-            "--partition",
-            partition,
-        ]
-        command += (
-            ["--ca", self.keys / CA, "--key", self.keys / CLIENTS / f"client-{partition}"]
-            if self.keys
-            else []
-        )
-        command += ["--warm"] if warm else []
-        command += [part for key, value in (options or {}).items() for part in (f"--{key}", value)]
-        return self.start(f"client-{partition}", list(map(str, command)))
+        """Start a node on this machine with `fedbilevel join`.
 
-    def check(self) -> None:
-        """Whether everything that was started is still up."""
+        Args:
+            partition: index of the client.
+            warm: whether it is a warm node, or a stock SuperNode.
+            options: more options of `fedbilevel join`, without the leading hyphens.
+
+        Returns:
+            The process.
+        """
+        command: list[object] = [sys.executable, "-m", "fedbilevel.cli", "join", self.address]
+        command += ["--partition", partition]
+        if self.keys is not None:
+            key = self.keys / CLIENTS / f"client-{partition}"
+            command += ["--ca", self.keys / CA, "--key", key]
+        if warm:
+            command += ["--warm"]
+        for name, value in (options or {}).items():
+            command += [f"--{name}", value]
+        return self.start_process(f"client-{partition}", command)
+
+    def check_processes(self) -> None:
+        """Raise a `DeploymentError` if a process that was started has ended."""
         for name, process in self.processes.items():
             if process.poll() is not None:
-                raise DeploymentError(f"{name} has ended: {self.last_line(name)}")
+                raise DeploymentError(f"{name} has ended: {self.last_log_line(name)}")
 
-    def last_line(self, name: str) -> str:
+    def last_log_line(self, name: str) -> str:
+        """Return the last line that a process printed."""
         path = self.folder / f"{name}.log"
-        lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
-        return next(
-            (line.strip() for line in reversed(lines) if line.strip()), "it printed nothing"
-        )
+        if path.exists():
+            for line in reversed(path.read_text("utf-8", "replace").split("\n")):
+                if line.strip():
+                    return line.strip()
+        return "it printed nothing"
 
 
-def node_command(
+def supernode_command(
     address: str,
     partition: int,
     *,
@@ -223,103 +313,137 @@ def node_command(
     plain: bool,
     settings: Mapping[str, str],
 ) -> list[str]:
-    """Flower's own command for a stock SuperNode."""
-    command = [
-        tool("flower-supernode"),
-        "--superlink",
-        address,
-        "--port",
-        str(free_port()),
-        "--max-retries",
-        "10",
-    ]
-    command += ["--insecure"] if plain else ["--root-certificates", str(ca)] if ca else []
-    command += ["--auth-supernode-private-key", str(key)] if key else []
-    given = {"partition-id": partition, **settings}
-    return [
-        *command,
-        "--node-config",
-        " ".join(f"{name}={_toml(value)}" for name, value in given.items()),
-    ]
+    """Return the command that starts a stock SuperNode.
+
+    Args:
+        address: host:port of the SuperLink.
+        partition: index of the client.
+        ca: certificate of the authority that signed the server's certificate.
+        key: private key of the node.
+        plain: whether to connect without encryption.
+        settings: more of `client.NODE_CONFIG`.
+
+    Returns:
+        The command and its arguments.
+    """
+    command = [flower_command("flower-supernode"), "--superlink", address]
+    command += ["--port", str(free_port()), "--max-retries", "10"]
+    if plain:
+        command += ["--insecure"]
+    elif ca is not None:
+        command += ["--root-certificates", str(ca)]
+    if key is not None:
+        command += ["--auth-supernode-private-key", str(key)]
+    return [*command, "--node-config", _key_values({"partition-id": partition, **settings})]
 
 
 def write_app(folder: Path, server: str = SERVER_APP) -> None:
-    """The folder that `flwr run` wants."""
+    """Write the app folder that `flwr run` needs: one `pyproject.toml` that names our modules.
+
+    Args:
+        folder: where to write; created if it does not exist.
+        server: the `ServerApp`, as `module:variable`.
+    """
     folder.mkdir(exist_ok=True)
-    (folder / "pyproject.toml").write_text(APP.replace(SERVER_APP, server), "utf-8")
+    text = APP_PYPROJECT.replace(SERVER_APP, server)
+    (folder / "pyproject.toml").write_text(text, "utf-8")
 
 
-def check_plain(host: str, secured: bool, plain: bool) -> None:
-    """Connections that leave the machine are encrypted unless one says otherwise."""
+def check_encryption(host: str, secured: bool, plain: bool) -> None:
+    """Refuse connections that leave this machine unencrypted, unless that is asked for.
+
+    Args:
+        host: where the SuperLink is.
+        secured: whether certificates or keys are given.
+        plain: whether an unencrypted connection is asked for.
+
+    Raises:
+        ValueError: neither holds, and the host is not this machine.
+    """
     if not secured and not plain and host not in LOOPBACK:
         raise ValueError(
-            f"the address is {host!r} and no keys are given; give what `fedbilevel keys` makes, "
+            f"the address is {host!r} and no keys are given; give the keys of `fedbilevel keys`, "
             "or --plain for connections that anyone on the way can read and forge"
         )
 
 
 def read_report(path: Path) -> dict[str, Any]:
+    """Read the report of a server (see `Deployment.submit`); empty if there is none yet."""
     with suppress(OSError, ValueError):
         return dict(json.loads(path.read_text("utf-8")))
     return {}
 
 
-def alive(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and, where /proc tells, is not a zombie."""
+    stat = Path(f"/proc/{pid}/stat")
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
+        if Path("/proc/self/stat").exists():
+            return False
+    try:
+        os.kill(pid, 0)  # no signal is sent, but the process must exist
+    except ProcessLookupError:
         return False
+    except PermissionError:
+        return True
+    return True
 
 
-def end(process: subprocess.Popen[bytes], patience_s: float = 5.0) -> None:
+def stop_process(process: subprocess.Popen[bytes], timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Stop a process and its process group: with SIGTERM, and after the timeout with SIGKILL."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
+            process.wait(timeout_s)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def tool(name: str) -> str:
-    """One of Flower's commands, from the environment we run in."""
-    here = Path(sys.executable).parent / name
-    found = str(here) if here.exists() else shutil.which(name)
-    if found is None:
+def flower_command(name: str) -> str:
+    """Return the path of one of Flower's commands, preferably in the environment of this Python."""
+    path = shutil.which(name, path=process_environment()["PATH"])
+    if path is None:
         raise DeploymentError(
-            f"{name} is not installed; `pip install 'fedbilevel[flower]'` brings it"
+            f"{name} is not installed; `pip install 'fedbilevel[flower]'` installs it"
         )
-    return found
+    return path
 
 
-def surroundings() -> dict[str, str]:
-    """What Flower's processes find around them: above all its own commands."""
-    return {
-        **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-    }
+def process_environment() -> dict[str, str]:
+    """Return the environment variables for Flower's processes, with its commands on the path."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return {**os.environ, "PATH": os.pathsep.join(folders)}
 
 
 def free_port() -> int:
+    """Return a port of this machine on which nobody listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
+    """Split "host:port" into its parts; an IPv6 host is in brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"address is {address!r}; it must be host:port")
     return host.strip("[]"), checks.integer("port", int(port), least=1, most=65535)
 
 
-def _toml(value: Any) -> str:
-    return tomli_w.dumps({"v": value}).partition("=")[2].strip()
+def _key_values(values: Mapping[str, object]) -> str:
+    """Format values as Flower's commands want them: key=value with spaces between, in TOML."""
+    parts = []
+    for key, value in values.items():
+        text = tomli_w.dumps({"value": value}).partition("=")[2].strip()
+        parts.append(f"{key}={text}")
+    return " ".join(parts)
 
 
 def _die_with_parent() -> None:
-    """Linux sends this process SIGTERM when the one that started it dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    """Have Linux send this process SIGTERM when its parent dies; runs between fork and exec."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -1,7 +1,8 @@
-"""The transport over Flower: tasks reach real clients behind a SuperLink.
+"""The federation over Flower, and its transport, which sends tasks to clients behind a SuperLink.
 
-Flower carries messages and tells which nodes are there. Ours are: who is which client, deadlines, sending again, and
-reading what arrives. Checking, averaging, quorums and costs are the federation's, as in a simulation.
+Flower carries messages and lists the nodes. What is here: which node is which client, deadlines,
+resending, and reading replies. Checking, averaging, quorums and costs belong to the federation and
+are the same as in a simulation.
 """
 
 from __future__ import annotations
@@ -13,23 +14,32 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
-from fedbilevel.deploy.flower._answers import heard_losses, opened
-from fedbilevel.deploy.flower._members import EXPIRED, GONE, POLL_S, Mailbox, Members
+from fedbilevel.deploy.flower._grid import (
+    EXPIRED_CODE,
+    NODE_DIED_CODES,
+    REPLY_POLL_S,
+    GridConnection,
+)
+from fedbilevel.deploy.flower._members import Members
+from fedbilevel.deploy.flower._replies import collect_losses, read_task_reply
 from fedbilevel.deploy.flower.wire import encode
-from fedbilevel.execution import losses
+from fedbilevel.execution.losses import evaluation_subset
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.environment import Environment
-from fedbilevel.federation.replies import kinds_of, log
+from fedbilevel.federation.kinds import message_kinds
+from fedbilevel.federation.replies import log
 from fedbilevel.federation.stages import Clip
 from fedbilevel.federation.task import Task
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Report, Transport
+
+MIN_TTL_S = 0.1  # of a message; Flower refuses a time to live that is not positive
 
 
 def flower_federation(
@@ -44,28 +54,52 @@ def flower_federation(
     seed: int = 0,
     device: str = "cpu",
 ) -> Federation:
-    """A federation of real clients behind a Flower `Grid`.
+    """Return a federation of real clients behind a Flower `Grid`.
+
+    With the same seed, the same clients are sent the same tasks with the same random draws as by
+    `fb.simulated_federation`, and the results agree to rounding.
 
     Args:
-        grid: Flower's connection to the nodes.
-        problem: what is solved.
-        clients: how many take part.
-        environment: participation, local steps, batch size; delays and faults are for simulations.
-        table: the experiment, as the clients are told of it.
-        conduct: how the server deals with real clients.
-        weights: "uniform" or "samples".
-        seed: of everything that is drawn.
+        grid: Flower's connection to the nodes, as the main function of a `ServerApp` receives it.
+        problem: the bilevel problem; the server needs no data.
+        clients: the number of registered clients.
+        environment: participation, local steps, batch size and so on; delays, faults and stragglers
+            are for simulations. None: the default environment.
+        table: the experiment as nested tables (`Config.table`), which the clients are sent.
+        conduct: deadlines, and how many refused replies a client is allowed. None: the defaults.
+        weights: "uniform", or "samples" for weights in proportion to the training samples.
+        seed: seed of all random draws.
         device: where the server computes.
+
+    Returns:
+        A federation for `fb.solve(..., federation=...)` or `Run`.
+
+    Raises:
+        ValueError: there are no clients, the environment simulates what real clients have by
+            themselves, or `conduct.start_clients` does not fit the other settings.
+
+    Example:
+        The server's main function; `flwr run` calls it.
+
+        >>> from flwr.serverapp import ServerApp
+        >>> import fedbilevel as fb
+        >>> from fedbilevel.experiments import config as configs
+        >>> app = ServerApp()
+        >>> @app.main()
+        ... def main(grid, context):
+        ...     config = configs.resolve(*configs.read("digits"))
+        ...     problem = config.load_task(None).problem
+        ...     fed = flower_federation(grid, problem, 20, config.environment, config.table)
+        ...     fb.solve(problem, [], "simfbo", rounds=10, federation=fed, out="runs/real")
     """
     if clients == 0:
-        raise ValueError("clients is empty; a federation needs at least one")
+        raise ValueError("clients is 0; a federation needs at least one")
     environment = environment or Environment()
     conduct = conduct or Conduct()
     if conduct.norm_bound is not None:
-        # First in the list, last to be undone: what is clipped is what the other stages have decoded.
-        environment = replace(
-            environment, stages=(Clip(norm=conduct.norm_bound), *environment.stages)
-        )
+        # Stages are undone in reverse order: the first one clips what the others have decoded.
+        clip = Clip(norm=conduct.norm_bound)
+        environment = replace(environment, stages=(clip, *environment.stages))
     transport = FlowerTransport(
         grid,
         problem,
@@ -89,18 +123,59 @@ def flower_federation(
 
 
 @dataclass(eq=False)
-class Flight:
-    """A task on its way: `message` is Flower's id of what was sent, None while it waits for its client."""
+class PendingTask:
+    """A client task without a reply so far.
+
+    Attributes:
+        task: the task.
+        deadline: when it is lost, on the clock of `time.monotonic`.
+        posted: whether it was sent without a barrier.
+        message_id: Flower's id of the message that carries it; None before it is sent, and after
+            its node died.
+        node: the node that it was sent to.
+    """
 
     task: Task
-    due: float
+    deadline: float
     posted: bool
-    message: str | None = None
+    message_id: str | None = None
     node: int = 0
 
 
 class FlowerTransport(Transport):
-    """Sends tasks to nodes, again if a node died with one, and reports what becomes of them."""
+    """Sends client tasks to nodes, resends them if a node died, and reports how they ended.
+
+    A task has `conduct.deadline_s` seconds. Its message expires then, so that Flower drops a late
+    reply, and the task is reported as lost (`_lose_late_task`). A late reply cannot be taken for
+    the reply to another task either: it is pulled by the id of the message that it answers, and it
+    repeats the number of its task.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        problem: the bilevel problem.
+        clients: the number of registered clients.
+        environment: the conditions under which clients take part.
+        table: the experiment as nested tables, which the clients are sent.
+        conduct: deadlines, and how many refused replies a client is allowed.
+        weights: "uniform" or "samples".
+        seed: seed of all random draws.
+        device: where the server computes.
+
+    Attributes:
+        job: the name of the run, hexadecimal; a resumed run keeps it.
+        members: which node is which client.
+        refusals: how many replies of each client were refused.
+        excluded: clients that are sent nothing for the rest of the run, after too many refusals.
+
+    Raises:
+        ValueError: the environment simulates what real clients have by themselves, or
+            `conduct.start_clients` does not fit the other settings.
+
+    Example:
+        >>> fed = flower_federation(grid, problem, 4, None, table)  # doctest: +SKIP
+        >>> fed.transport.present  # doctest: +SKIP
+        [0, 1, 2, 3]
+    """
 
     def __init__(
         self,
@@ -118,7 +193,7 @@ class FlowerTransport(Transport):
         for name in ("delay", "faults", "stragglers"):
             if getattr(environment, name) is not None:
                 raise ValueError(
-                    f"environment.{name} is for simulations; a real federation has its own"
+                    f"environment.{name} is for simulations; it must not be set for real clients"
                 )
         self.weighting = checks.one_of("weights", weights, ("uniform", "samples"))
         self.start_clients = conduct.start_clients or clients
@@ -127,7 +202,8 @@ class FlowerTransport(Transport):
         )
         if weights == "samples" and self.start_clients < clients:
             raise ValueError(
-                f"start_clients is {self.start_clients}; weights by samples need all {clients} clients"
+                f"start_clients is {self.start_clients}; "
+                f"with weights by samples it must be all {clients} clients"
             )
         self.problem = problem
         self.clients = clients
@@ -136,211 +212,245 @@ class FlowerTransport(Transport):
         self.conduct = conduct
         self.seed = seed
         self.device = device
-        self.mailbox = Mailbox(grid)
-        self.members = Members(self.mailbox, clients, table, conduct.deadline_s)
         self.job = secrets.token_hex(8)
+        self.grid = GridConnection(grid)
+        self.members = Members(self.grid, clients, self._greeting, conduct.deadline_s)
         self.refusals: dict[int, int] = {}
-        self.aside: list[int] = []  # clients that are given nothing for the rest of the run
-        self.flights: dict[int, Flight] = {}  # by the number of the task
-        self.gone: list[
-            Task
-        ] = []  # posted tasks whose replies cannot reach a server that was started again
-        self.started = False
-        self.shares: list[float] = []
-        self.patience_s = conduct.wait_s
-        self.before = 0.0
-        self.began = time.monotonic()
+        self.excluded: list[int] = []
+        self._pending: dict[int, PendingTask] = {}  # by the number of the task
+        # Posted tasks of a server that was killed: their replies cannot reach this one.
+        self._lost_in_restart: list[Task] = []
+        self._started = False
+        self._client_weights: list[float] = []
+        self._wait_s = conduct.wait_s
+        self._earlier_s = 0.0  # run time before the last restart
+        self._began = time.monotonic()
 
     @property
     def now(self) -> float:
-        """Seconds since the run began, not counting those between a kill and a restart."""
-        return self.before + time.monotonic() - self.began
+        """Seconds since the run began, without those between a kill and the restart."""
+        return self._earlier_s + time.monotonic() - self._began
 
     @property
     def present(self) -> list[int]:
-        return sorted(client for client in self.members.node if client not in self.aside)
+        """The clients that can be sent tasks: connected, admitted and not excluded."""
+        return sorted(client for client in self.members.node_of if client not in self.excluded)
 
-    def absent(self, needed: int, busy: Collection[int]) -> Collection[int]:
-        self._begin()
-        self._wait(needed, busy)
-        here = set(self.present) - set(busy)
-        return {client for client in range(self.clients) if client not in here}
+    def unavailable(self, needed: int, busy: Collection[int]) -> Collection[int]:
+        """Wait until `needed` clients are present and not busy; return all other clients."""
+        self._wait_for_start()
+        self._wait_for_clients(needed, busy)
+        available = set(self.present) - set(busy)
+        return set(range(self.clients)) - available
 
     def samples(self, client: int) -> int:
-        return self.members.samples.get(client, 1)  # looked at again when the task is sent
+        """Return the training samples that a client reported, 1 before it has joined.
+
+        The number of steps of a task that lasts epochs is computed again when the task is sent.
+        """
+        return self.members.samples.get(client, 1)
 
     def weights(self) -> Sequence[float]:
-        """p_i of each client; by samples they are known once all are there."""
-        self._begin()
-        return self.shares
+        """Return p_i of each client; waits for the clients, whose samples they may depend on."""
+        self._wait_for_start()
+        return self._client_weights
 
-    def _begin(self) -> None:
-        """Wait for the clients that must be there before round 1, or before the first after a restart."""
-        if self.started:
+    def _greeting(self) -> RecordDict:
+        return encode(job=self.job, table=self.table)
+
+    def _wait_for_start(self) -> None:
+        """Wait for `start_clients` clients, once, before the first round of this process."""
+        if self._started:
             return
-        wanted = min(self.start_clients, self.clients - len(self.aside))
-        self._wait(max(wanted, self.environment.min_replies), ())
+        wanted = min(self.start_clients, self.clients - len(self.excluded))
+        self._wait_for_clients(max(wanted, self.environment.min_replies), ())
         sizes = [1] * self.clients
         if self.weighting == "samples":
             sizes = [self.members.samples[client] for client in range(self.clients)]
-        self.shares = [size / sum(sizes) for size in sizes]
-        self.started = True
-        log.info("%d of %d clients are there", len(self.present), self.clients)
+        self._client_weights = [size / sum(sizes) for size in sizes]
+        self._started = True
+        log.info("%d of %d clients are present", len(self.present), self.clients)
 
-    def _wait(self, needed: int, busy: Collection[int]) -> None:
-        until = time.monotonic() + self.patience_s
-        self.members.look(self.job)
+    def _wait_for_clients(self, needed: int, busy: Collection[int]) -> None:
+        """Wait until `needed` clients are present and not busy, `conduct.wait_s` at most.
+
+        Once that was in vain, later calls do not wait: the run ends, and is evaluated on the way.
+        """
+        give_up_at = time.monotonic() + self._wait_s
+        self.members.refresh()
         while len(set(self.present) - set(busy)) < needed:
-            if time.monotonic() > until:
-                self.patience_s = 0.0  # once is enough
-                raise QuorumError(
-                    f"{len(set(self.present) - set(busy))} clients are there, {needed} are needed"
-                )
-            if self.clients - len(self.aside) < needed:
-                raise QuorumError(f"clients {self.aside} were put aside; {needed} are needed")
-            self.members.look(self.job)
-            time.sleep(POLL_S)
+            if time.monotonic() > give_up_at:
+                self._wait_s = 0.0
+                available = len(set(self.present) - set(busy))
+                raise QuorumError(f"{available} clients are available, {needed} are needed")
+            if self.clients - len(self.excluded) < needed:
+                raise QuorumError(f"clients {self.excluded} were excluded, {needed} are needed")
+            self.members.refresh()
+            time.sleep(REPLY_POLL_S)
 
     def send(self, tasks: Sequence[Task], barrier: bool) -> Iterator[Report]:
-        self._begin()
-        due = time.monotonic() + self.conduct.deadline_s
+        """Send tasks to their clients; the deadline of all of them counts from now."""
+        self._wait_for_start()
+        deadline = time.monotonic() + self.conduct.deadline_s
         for task in tasks:
-            flight = Flight(task, due, not barrier)
-            self.flights[task.number] = flight
-            yield from self._push(flight)
+            pending = PendingTask(task, deadline, posted=not barrier)
+            self._pending[task.number] = pending
+            yield from self._send_if_present(pending)
 
-    def _push(self, flight: Flight) -> Iterator[Report]:
-        """Send a task if its client is there."""
-        task = flight.task
-        broadcast = task.broadcast
-        node = self.members.node.get(task.client)
-        if node is None or task.client in self.aside:
+    def _send_if_present(self, pending: PendingTask) -> Iterator[Report]:
+        """Send a task if its client is present; otherwise it stays pending without a message."""
+        task = pending.task
+        node = self.members.node_of.get(task.client)
+        if node is None or task.client in self.excluded:
             return
-        if broadcast.phase.epochs is not None:  # now it is known how much data the client has
-            task.steps = broadcast.phase.steps_on(
-                self.samples(task.client), self.environment.batch_size
-            )
-        content = encode(
+        phase = task.broadcast.phase
+        if phase.epochs is not None:  # the client may have joined after the task was made
+            task.steps = phase.steps_on(self.samples(task.client), self.environment.batch_size)
+        ttl = max(pending.deadline - time.monotonic(), MIN_TTL_S)
+        message = Message(self._encode_task(task), node, "train", ttl=ttl)
+        pending.message_id = self.grid.push(message)
+        pending.node = node
+        if pending.message_id is None:
+            self.members.remove(task.client, node)
+        else:
+            yield Departed([task])
+
+    def _encode_task(self, task: Task) -> RecordDict:
+        broadcast = task.broadcast
+        kept = None
+        if broadcast.submodel is not None:
+            kept = dict(broadcast.submodel.kept)
+        kinds = {}
+        if broadcast.payload is not None:
+            kinds = dict(message_kinds(broadcast.message, self.problem))
+        return encode(
             job=self.job,
             table=self.table,
-            phase=broadcast.phase.plain(),
+            phase=broadcast.phase.to_dict(),
             number=task.number,
             steps=task.steps,
             key=task.key,
             round=broadcast.round,
             iteration=broadcast.iteration,
-            kept=dict(broadcast.submodel.kept) if broadcast.submodel else None,
-            shared=dict(broadcast.travels),
-            kinds=dict(kinds_of(broadcast.message, self.problem))
-            if broadcast.payload is not None
-            else {},
-            each=dict(task.own),
+            kept=kept,
+            shared=dict(broadcast.wire_message),
+            kinds=kinds,
+            each=dict(task.client_message),
         )
-        ttl = max(flight.due - time.monotonic(), 0.1)
-        flight.message = self.mailbox.push(Message(content, node, "train", ttl=ttl))
-        flight.node = node
-        if flight.message is None:
-            self.members.node.pop(task.client, None)
-        else:
-            yield Departed([task])
 
     def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterator[Report]:
+        """Report how these tasks end; None: posted tasks, until `limit` replies have arrived."""
         if tasks is None:
-            while self.gone:
-                yield Missed(self.gone.pop())
-            self._wait(self.environment.min_replies, ())
+            while self._lost_in_restart:
+                yield Missed(self._lost_in_restart.pop())
+            self._wait_for_clients(self.environment.min_replies, ())
         arrived = 0
-        while flights := self._awaited(tasks):
-            self.members.look(self.job)
-            for flight in flights:
-                for report in self._advance(flight):
+        while awaited := self._pending_among(tasks):
+            self.members.refresh()
+            for pending in awaited:
+                for report in self._poll(pending):
                     arrived += isinstance(report, Arrived)
                     yield report
                 if arrived >= limit:
                     return
-            time.sleep(POLL_S)
+            time.sleep(REPLY_POLL_S)
 
-    def _awaited(self, tasks: Sequence[Task] | None) -> list[Flight]:
+    def _pending_among(self, tasks: Sequence[Task] | None) -> list[PendingTask]:
         if tasks is None:
-            return [flight for flight in self.flights.values() if flight.posted]
-        return [self.flights[task.number] for task in tasks if task.number in self.flights]
+            return [pending for pending in self._pending.values() if pending.posted]
+        return [self._pending[task.number] for task in tasks if task.number in self._pending]
 
-    def _advance(self, flight: Flight) -> Iterator[Report]:
-        """Send a task that was not sent yet, take its reply if it has come, or give it up."""
-        task = flight.task
-        if flight.message is None:
-            yield from self._push(flight)
-        elif (reply := self.mailbox.pull(flight.message)) is not None:
-            if reply.code in GONE:
-                flight.message = None  # sent again if the client comes back in time
-                self.members.missing(task.client, flight.node)
-            elif reply.code != EXPIRED:
-                self._land(task)
-                yield opened(task, reply, self.problem, self.device)
-                return
+    def _poll(self, pending: PendingTask) -> Iterator[Report]:
+        """Send a task that is not sent yet, or read its reply, or give it up."""
+        task = pending.task
+        if pending.message_id is None:
+            yield from self._send_if_present(pending)
+        elif (reply := self.grid.pull(pending.message_id)) is not None:
+            if reply.error_code in NODE_DIED_CODES:
+                pending.message_id = None  # resent if the client returns before the deadline
+                self.members.remove(task.client, pending.node)
+            elif reply.error_code == EXPIRED_CODE:
+                pending.deadline = 0.0
             else:
-                flight.due = 0.0
-        if task.client in self.aside:
-            self._land(task)
-            yield Missed(task, put_aside=True)
-        elif time.monotonic() > flight.due:
-            self._land(task)
-            self.members.missing(task.client, flight.node)
-            log.warning("%s: client %d did not answer in time", task.broadcast, task.client)
-            yield Missed(task)
+                self._end(task)
+                yield read_task_reply(task, reply, self.problem, self.device)
+                return
+        if task.client in self.excluded:
+            self._end(task)
+            yield Missed(task, excluded=True)
+        elif time.monotonic() > pending.deadline:
+            yield self._lose_late_task(pending)
 
-    def _land(self, task: Task) -> None:
-        if self.flights.pop(task.number).posted:
-            task.ended = self.now
+    def _lose_late_task(self, pending: PendingTask) -> Missed:
+        """Give up a task whose reply did not come in time; a late reply is never pulled.
 
-    def refused(self, clients: Sequence[int]) -> None:
+        The client is sent no other task until it has answered a greeting.
+        """
+        task = pending.task
+        self._end(task)
+        self.members.remove(task.client, pending.node)
+        log.warning("%s: client %d did not answer in time", task.broadcast, task.client)
+        return Missed(task)
+
+    def _end(self, task: Task) -> None:
+        pending = self._pending.pop(task.number)
+        if pending.posted:
+            task.ended_at = self.now
+
+    def notify_refused(self, clients: Sequence[int]) -> None:
+        """Count refused replies; a client with `conduct.strikes` of them is excluded."""
         for client in clients:
             self.refusals[client] = self.refusals.get(client, 0) + 1
-            if self.refusals[client] >= self.conduct.strikes and client not in self.aside:
-                self.aside.append(client)
-                log.warning(
-                    "client %d is put aside after %d refused replies", client, self.refusals[client]
-                )
+            count = self.refusals[client]
+            if count >= self.conduct.strikes and client not in self.excluded:
+                self.excluded.append(client)
+                log.warning("client %d is excluded after %d refused replies", client, count)
 
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:
-        """As the clients report them; those who do not answer in time, or not with numbers, are left out."""
-        self._begin()
-        with suppress(QuorumError):  # a run that ends for want of clients is measured too
-            self._wait(1, ())
-        read, share = losses.chosen(self.seed, self.clients)
-        content = encode(job=self.job, table=self.table, x=x, y=y, share=share)
-        asked = set(read) & set(self.present)
-        said = heard_losses(self.members, self.job, content, asked, self.conduct.deadline_s)
-        if not said:
+        """Return the mean losses that clients report; those without an answer are left out."""
+        self._wait_for_start()
+        with suppress(QuorumError):  # a run that ends because clients are missing is evaluated too
+            self._wait_for_clients(1, ())
+        evaluated, share = evaluation_subset(self.seed, self.clients)
+        request = encode(job=self.job, table=self.table, x=x, y=y, share=share)
+        asked = set(evaluated) & set(self.present)
+        reported = collect_losses(self.members, request, asked, self.conduct.deadline_s)
+        if not reported:
             return {"upper_loss": float("nan"), "lower_loss": float("nan")}
-        total = sum(self.shares[client] for client in said)
-        upper = sum(self.shares[client] * pair[0] for client, pair in said.items()) / total
-        lower = sum(self.shares[client] * pair[1] for client, pair in said.items()) / total
-        return {"upper_loss": upper, "lower_loss": lower}
+        total = sum(self._client_weights[client] for client in reported)
+        upper = 0.0
+        lower = 0.0
+        for client, (upper_loss, lower_loss) in reported.items():
+            upper += self._client_weights[client] * upper_loss
+            lower += self._client_weights[client] * lower_loss
+        return {"upper_loss": upper / total, "lower_loss": lower / total}
 
-    def mark(self) -> Any:
-        return dict(self.refusals), list(self.aside)
+    def mark(self) -> tuple[dict[int, int], list[int]]:
+        """Return what `rollback` needs: the refusals and the excluded clients."""
+        return dict(self.refusals), list(self.excluded)
 
-    def back(self, mark: Any) -> None:
-        refusals, aside = mark
+    def rollback(self, mark: Any) -> None:
+        """Restore the refusals and the excluded clients of a mark."""
+        refusals, excluded = mark
         self.refusals = dict(refusals)
-        self.aside = list(aside)
+        self.excluded = list(excluded)
 
     def snapshot(self) -> dict[str, Any]:
+        """Return the state of this transport for a checkpoint."""
         return {
             "refusals": dict(self.refusals),
-            "aside": list(self.aside),
+            "aside": list(self.excluded),
             "job": self.job,
             "now": self.now,
             "samples": dict(self.members.samples),
         }
 
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
-        """Tasks that were under way are lost: their replies cannot reach a new server."""
+        """Resume from a snapshot; posted tasks are lost: no reply can reach a new server."""
         self.refusals = dict(snapshot["refusals"])
-        self.aside = list(snapshot["aside"])
+        self.excluded = list(snapshot["aside"])
         self.job = snapshot["job"]
         self.members.samples = dict(snapshot["samples"])
-        self.gone = list(tasks.values())
-        self.before = snapshot["now"]
-        self.began = time.monotonic()
+        self._lost_in_restart = list(tasks.values())
+        self._earlier_s = snapshot["now"]
+        self._began = time.monotonic()

@@ -1,6 +1,38 @@
-"""What travels: one flat array for each dtype, and a header in JSON that says what is what. No pickle.
+"""What crosses the wire: the messages between server and clients, and their encoding.
 
-Everything that arrives is refused with a `WireError` unless it is exactly what `encode` would have made.
+A message is a dict of named values. `encode` turns it into the two records that Flower carries:
+
+- `tensors`: one flat array per dtype, in which all tensors of this dtype follow each other. Flower
+  transfers every array in separate requests, and one array per tensor would be many times slower.
+- `header`: JSON with the version of this format, the dtype and shape of every tensor, and the
+  values, in which each tensor is replaced by its index (see `fedbilevel.core.codec`).
+
+There is no pickle, and nothing that arrives is executed. `decode` refuses with a `WireError` what
+`encode` could not have produced.
+
+These are all messages, by Flower's message type:
+
+| type | server to client | client to server |
+| --- | --- | --- |
+| `query`, a greeting | `job`, `table` | `client`, `samples` |
+| `train`, a client task | `job`, `table`, `phase`, `number`, `steps`, `key`, `round`, \
+`iteration`, `kept`, `shared`, `kinds`, `each` | `number`, `values`, `cost` |
+| `evaluate`, the losses | `job`, `table`, `x`, `y`, `share` | `client`, `upper`, `lower` |
+
+| name | meaning |
+| --- | --- |
+| `job` | name of the run, hexadecimal; the client stores its memory under it |
+| `table` | the experiment, as nested tables |
+| `client`, `samples` | index of the client; the sizes of its training and validation data |
+| `phase` | registered name and fields of the phase; never code |
+| `number`, `key` | number of the client task, which its reply repeats; root of its random draws |
+| `steps`, `round`, `iteration` | number of local steps; when the task was sent |
+| `kept` | units of the submodel, or None for the whole model |
+| `shared`, `each` | the values sent to every client of the cohort, and to this client alone |
+| `kinds` | whether a shared value that went through stages is shaped like x or like y |
+| `values`, `cost` | the reply; samples, gradients, FLOPs and peak bytes of the task |
+| `x`, `y`, `share` | where to evaluate; the most samples per level |
+| `upper`, `lower` | the two losses of the client |
 """
 
 from __future__ import annotations
@@ -8,6 +40,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,127 +50,181 @@ from torch import Tensor
 
 from fedbilevel.core.codec import pack, unpack
 
-VERSION = 2
-LONGEST = 2**20  # characters of a header
+VERSION = 3
+MAX_HEADER_CHARS = 2**20
+MAX_LINE_CHARS = 300
 DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-    )
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Values = dict[str, Any]  # a decoded message: numbers, strings, trees, tensors and nests of them
 
 
 class WireError(ValueError):
-    """What is wrong with a message, in one line."""
+    """A message that this side refuses; the text is one line that says why."""
 
 
 def one_line(error: object) -> str:
-    """What an error says, for a log: what it quotes may be long, and another's."""
-    return " ".join(str(error).split())[:300]
+    """Format an error for a log: one line, of limited length.
+
+    The text of an error may quote what another machine has sent.
+
+    Args:
+        error: an exception, or anything else with a `str`.
+
+    Returns:
+        The text without line breaks, at most 300 characters.
+
+    Example:
+        >>> one_line(ValueError("x is 3;   it must be positive"))
+        'x is 3; it must be positive'
+    """
+    return " ".join(str(error).split())[:MAX_LINE_CHARS]
 
 
-def encode(**values: Any) -> RecordDict:
-    """Numbers, strings, trees and tensors by name, nested as one likes, as what Flower can send."""
+def encode(**values: object) -> RecordDict:
+    """Encode a message.
+
+    Args:
+        **values: numbers, strings, booleans, None, tensors, trees, and dicts, lists and tuples of
+            them.
+
+    Returns:
+        The records for the content of a Flower `Message`.
+
+    Raises:
+        TypeError: a value is of another type, or a tensor of a dtype that is not in `DTYPES`.
+        ValueError: the header is longer than a receiver accepts.
+
+    Example:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> content = encode(number=7, values={"qx": fb.Tree(w=torch.ones(2))})
+        >>> sorted(content)
+        ['header', 'tensors']
+        >>> list(content["tensors"])
+        ['float32']
+    """
     tensors: dict[str, Tensor] = {}
-    plain = pack(values, tensors)
-    flat: dict[str, list[Tensor]] = defaultdict(list)
+    packed = pack(values, tensors)
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     specs = []
     for tensor in tensors.values():
-        if tensor.dtype not in NAMES:
-            raise TypeError(
-                f"a message cannot hold {tensor.dtype}; it must be one of {', '.join(DTYPES)}"
-            )
-        flat[NAMES[tensor.dtype]].append(tensor.reshape(-1))
-        specs.append([NAMES[tensor.dtype], list(tensor.shape)])
-    header = json.dumps(
-        {"version": VERSION, "tensors": specs, "values": plain}, separators=(",", ":")
-    )
-    if len(header) > LONGEST:
-        raise ValueError(f"a message's header has {len(header)} characters; there can be {LONGEST}")
-    arrays = {name: Array(_numpy(torch.cat(parts))) for name, parts in flat.items()}
+        if tensor.dtype not in DTYPE_NAMES:
+            allowed = ", ".join(DTYPES)
+            raise TypeError(f"a message holds a {tensor.dtype} tensor; it must be one of {allowed}")
+        dtype = DTYPE_NAMES[tensor.dtype]
+        parts[dtype].append(tensor.reshape(-1))
+        specs.append([dtype, list(tensor.shape)])
+    fields = {"version": VERSION, "tensors": specs, "values": packed}
+    header = json.dumps(fields, separators=(",", ":"))
+    if len(header) > MAX_HEADER_CHARS:
+        raise ValueError(
+            f"the header of a message has {len(header)} characters; "
+            f"at most {MAX_HEADER_CHARS} are allowed"
+        )
+    arrays = {dtype: _to_array(torch.cat(flat)) for dtype, flat in parts.items()}
     return RecordDict({"tensors": ArrayRecord(arrays), "header": ConfigRecord({"json": header})})
 
 
-def decode(content: RecordDict) -> dict[str, Any]:
-    """What `encode` was given."""
+def decode(content: RecordDict) -> Values:
+    """Decode and validate a message; the inverse of `encode`.
+
+    Args:
+        content: the content of a Flower `Message`; it is from another machine and not trusted.
+
+    Returns:
+        The values by name, bit for bit as `encode` was given them. All tensors are on the CPU.
+
+    Raises:
+        WireError: the message is not one that `encode` could have produced.
+
+    Example:
+        >>> import torch
+        >>> decode(encode(number=7, point=(1.5, torch.arange(3))))
+        {'number': 7, 'point': (1.5, tensor([0, 1, 2]))}
+    """
     try:
         return _decode(content)
     except WireError:
         raise
-    except (
-        KeyError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        EOFError,
-        MemoryError,
-    ) as error:
+    except Exception as error:  # whatever else a malformed message leads to
         raise WireError(f"the message cannot be read ({type(error).__name__})") from error
 
 
-def _decode(content: RecordDict) -> dict[str, Any]:
+def _decode(content: RecordDict) -> Values:
     if set(content) != {"tensors", "header"}:
         raise WireError("the message has other records than 'tensors' and 'header'")
-    header = _header(content["header"]["json"])
+    header = _read_header(content["header"]["json"])
     arrays: dict[str, Tensor] = {}
-    for name, array in content["tensors"].items():
-        if name not in DTYPES:
-            raise WireError(f"the message holds an array of {str(name)[:20]!r}")
-        arrays[name] = _tensor(name, array)
-    tensors = _split(arrays, header["tensors"])
-    values = unpack(header["values"], tensors)
+    for dtype, array in content["tensors"].items():
+        if dtype not in DTYPES:
+            raise WireError(f"the message holds an array of dtype {str(dtype)[:20]!r}")
+        if not isinstance(array, Array):
+            raise WireError("the record 'tensors' holds something else than arrays")
+        arrays[dtype] = _to_tensor(dtype, array)
+    values = unpack(header["values"], _split(arrays, header["tensors"]))
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise WireError("the header names no values")
+        raise WireError("the header holds no named values")
     return values
 
 
-def _header(text: Any) -> dict[str, Any]:
-    if not isinstance(text, str) or len(text) > LONGEST:
-        raise WireError(f"the header is no text of at most {LONGEST} characters")
-    header: dict[str, Any] = json.loads(text)
+def _read_header(text: object) -> Values:
+    if not isinstance(text, str) or len(text) > MAX_HEADER_CHARS:
+        raise WireError(f"the header is not a string of at most {MAX_HEADER_CHARS} characters")
+    header: Values = json.loads(text)
     if header["version"] != VERSION:
         version = f"{header['version']!r:.20}"
-        raise WireError(f"the message has version {version}; this side speaks {VERSION}")
+        raise WireError(f"the message has version {version}; this side reads version {VERSION}")
     return header
 
 
-def _split(arrays: dict[str, Tensor], specs: Any) -> dict[str, Tensor]:
-    """Cut the flat arrays into tensors of the shapes in the header, with nothing left over."""
-    taken = dict.fromkeys(arrays, 0)
+def _split(arrays: dict[str, Tensor], specs: Iterable[tuple[str, list[int]]]) -> dict[str, Tensor]:
+    """Cut the flat arrays into the tensors that the header declares, with nothing left over.
+
+    The tensors are views: a header cannot make its reader allocate more than the message holds.
+    """
+    offsets = dict.fromkeys(arrays, 0)
     tensors = {}
-    for number, (name, shape) in enumerate(specs):
+    for index, (dtype, shape) in enumerate(specs):
         if not all(type(size) is int and size >= 0 for size in shape):
-            raise WireError("a shape in the header is not one")
-        start = taken[name]
+            raise WireError("the header declares a shape that is not a list of sizes")
+        start = offsets[dtype]
         end = start + math.prod(shape)
-        if end > len(arrays[name]):
-            raise WireError(f"the header tells of more {name} numbers than there are")
-        tensors[str(number)] = arrays[name][start:end].reshape(shape)
-        taken[name] = end
-    if any(taken[name] != len(array) for name, array in arrays.items()):
-        raise WireError("the message holds numbers that its header does not tell of")
+        if end > len(arrays[dtype]):
+            raise WireError(f"the header declares more {dtype} values than the payload holds")
+        tensors[str(index)] = arrays[dtype][start:end].reshape(shape)
+        offsets[dtype] = end
+    for dtype, array in arrays.items():
+        if offsets[dtype] != len(array):
+            raise WireError(f"the payload holds {dtype} values that the header does not declare")
     return tensors
 
 
-def _numpy(tensor: Tensor) -> Any:
-    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+def _to_array(tensor: Tensor) -> Array:
+    if tensor.dtype is torch.bfloat16:  # unknown to NumPy
+        tensor = tensor.view(torch.int16)
+    return Array(tensor.numpy())
 
 
-def _tensor(name: str, array: Any) -> Tensor:
-    expected = "int16" if name == "bfloat16" else name
-    values = array.numpy()  # Flower reads numpy's own format, with pickle refused
+def _to_tensor(dtype: str, array: Array) -> Tensor:
+    expected = "int16" if dtype == "bfloat16" else dtype
+    values = array.numpy()  # Flower reads NumPy's own file format, and refuses pickled objects
     if values.dtype != np.dtype(expected) or values.ndim != 1:
-        raise WireError(f"the array of {name} holds {values.dtype} in {values.ndim} dimensions")
+        raise WireError(
+            f"the array of dtype {dtype} holds {values.dtype} in {values.ndim} dimensions"
+        )
     tensor = torch.from_numpy(values.copy())
-    return tensor.view(torch.bfloat16) if name == "bfloat16" else tensor
+    if dtype == "bfloat16":
+        return tensor.view(torch.bfloat16)
+    return tensor

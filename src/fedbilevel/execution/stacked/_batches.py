@@ -1,4 +1,8 @@
-"""Mini-batches of a stack of clients: keyed, without replacement within a step, independent across steps."""
+"""Where the batches of a stack of clients are drawn.
+
+They are the batches that `execution/_batches.py` draws client by client. Here the draws of all
+clients, and of several steps, are made together.
+"""
 
 from __future__ import annotations
 
@@ -8,133 +12,182 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.core.devices import sent
-from fedbilevel.core.problem import Batch, ClientData, Data, leaves, like
+from fedbilevel.core.devices import to_device
+from fedbilevel.core.problem import Batch, ClientData, Data, named_tensors, repack
 from fedbilevel.core.rng import fold_in, rows
-from fedbilevel.execution._draws import SIDES
+from fedbilevel.execution._batches import LOSS_STREAM, SIDES
 from fedbilevel.federation.phase import Sides
 
-DRAWN = (
-    1 << 22
-)  # words of one look ahead: the draws of many steps cost little more than those of one
+# Random words that are drawn at once: many steps together take little longer than one.
+LOOKAHEAD_WORDS = 1 << 22
 
-Ahead = tuple[int, Tensor]  # the first of some turns, and what belongs to each
-Fused = Callable[..., Any]  # (what, fn, *args) -> fn(*args), which depends on tensors and on `what`
-Take = Callable[
-    [str, Tensor | None], Data
-]  # a row of indices for each of the first clients; None: everything of all
+Lookahead = tuple[int, Tensor]  # the first of some consecutive turns, and a row for each of them
+RunFused = Callable[..., Any]  # (label, fn, *args) -> fn(*args), see StepRunner.run_fused
 
-
-class Extent(NamedTuple):
-    """What a stack holds on one side: samples a batch, the most that a client has, and what each has if they differ."""
-
-    batch: int
-    most: int
-    sizes: Tensor | tuple[()]
+# (side, indices) -> samples: `indices` has a row for each of the first clients of a stack; None
+# selects all samples of all clients.
+SelectSamples = Callable[[str, Tensor | None], Data]
 
 
-def extents(
-    clients: Sequence[ClientData], sides: Sides, size: int | None, device: str
-) -> dict[str, Extent]:
-    """Of a stack of clients (`shape` says who can be in one), side by side; `size` None is the full batch."""
-    found = {}
+class SideSizes(NamedTuple):
+    """How many samples the clients of a stack hold on one side."""
+
+    batch: int  # samples per batch
+    largest: int  # the most samples of any client
+    each: Tensor | tuple[()]  # the samples of each client, empty if all hold equally many
+
+
+def side_sizes(
+    clients: Sequence[ClientData], sides: Sides, batch_size: int | None, device: str
+) -> dict[str, SideSizes]:
+    """Return the sizes of each side of a stack of clients with equal `batch_shape`."""
+    sizes = {}
     for side in SIDES[sides]:
-        held = [client.size(side) for client in clients]
-        sizes = sent(held, device) if min(held) < max(held) else ()
-        found[side] = Extent(min(size or held[0], held[0]), max(held), sizes)
-    return found
+        counts = [client.size(side) for client in clients]
+        largest = max(counts)
+        each: Tensor | tuple[()] = ()
+        if min(counts) < largest:
+            each = to_device(counts, device)
+        sizes[side] = SideSizes(min(batch_size or counts[0], counts[0]), largest, each)
+    return sizes
 
 
-class Batches:
-    """Draws for a stack of clients, one key each.
+class StackBatches:
+    """The batches of a stack of clients.
 
-    take: (side, indices) -> samples. paired: both sides draw the same ones.
+    Args:
+        keys: the key of each client's task.
+        sizes: the number of samples on each side, in the order of their streams.
+        select: returns the samples of drawn indices.
+        run_fused: calls a function, in compiled form where that pays.
+        steps: the steps of the longest task.
+        draws: the number of independent batches per step.
+        epochs: whether steps pass over the samples in a shuffled order.
+        paired: whether both sides draw the same samples.
+
+    Attributes:
+        samples: the number of samples drawn so far by each client that is still active.
     """
 
     def __init__(
         self,
         keys: Tensor,
-        extents: Mapping[str, Extent],
-        take: Take,
-        fused: Fused = lambda _, fn, *args: fn(*args),
+        sizes: Mapping[str, SideSizes],
+        select: SelectSamples,
+        run_fused: RunFused = lambda _, fn, *args: fn(*args),
         *,
         steps: int = 1,
         draws: int = 1,
         epochs: bool = False,
         paired: bool = False,
     ) -> None:
-        self.keys, self.extents, self.take, self.fused = keys, extents, take, fused
-        self.steps, self.draws, self.epochs, self.paired = steps, draws, epochs, paired
-        self.samples = 0  # drawn so far, by each client that is still active
-        self._whole: dict[str, Data] = {}
-        self._keys: Ahead = (0, keys[:0])
-        self._indices: dict[tuple[str, int], Ahead] = {}
+        self.keys = keys
+        self.sizes = sizes
+        self.select = select
+        self.run_fused = run_fused
+        self.steps = steps
+        self.draws = draws
+        self.epochs = epochs
+        self.paired = paired
+        self.samples = 0
+        self._full: dict[str, Data] = {}
+        self._key_lookahead: Lookahead = (0, keys[:0])
+        self._index_lookahead: dict[tuple[str, int], Lookahead] = {}
 
-    def at(self, k: int, active: int) -> Any:
-        """The batches of step k, for the first `active` clients."""
-        drawn = []
+    def at(self, step: int, active: int) -> Batch | tuple[Batch, ...]:
+        """Draw the batch of a step, or a tuple of independent ones, for the first clients.
+
+        Args:
+            step: the number of the step.
+            active: how many clients take this step.
+        """
+        batches = []
         for draw in range(self.draws):
-            parts = {side: self._side(side, k, draw, active) for side in self.extents}
-            drawn.append(Batch(**parts, rng=self._keys_from(k)[0, 2, draw, :active]))
-        return tuple(drawn) if self.draws > 1 else drawn[0]
+            sides = {side: self._side(side, step, draw, active) for side in self.sizes}
+            rng = self._keys_from(step)[0, LOSS_STREAM, draw, :active]
+            batches.append(Batch(**sides, rng=rng))
+        if self.draws > 1:
+            return tuple(batches)
+        return batches[0]
 
-    def _side(self, side: str, k: int, draw: int, active: int) -> Data:
-        count, size, _ = self.extents[side]
+    def _side(self, side: str, step: int, draw: int, active: int) -> Data:
+        count, size, _ = self.sizes[side]
         if count == size:
-            if side not in self._whole:
-                self._whole[side] = self.take(side, None)
+            if side not in self._full:
+                self._full[side] = self.select(side, None)
             self.samples += count
-            whole = self._whole[side]
-            return like(whole, [stack[:active] for _, stack in leaves(whole)])
-        epoch, place = divmod(k, -(-size // count)) if self.epochs else (k, 0)
-        chosen = self._drawn(side, epoch, draw)[:active, place * count : (place + 1) * count]
-        self.samples += chosen.shape[1]
-        return self.take(side, chosen)
+            full = self._full[side]
+            return repack(full, [stack[:active] for _, stack in named_tensors(full)])
+        if self.epochs:
+            batches_per_epoch = -(-size // count)
+            epoch, number = divmod(step, batches_per_epoch)
+            order = self._indices(side, epoch, draw)
+            indices = order[:active, number * count : (number + 1) * count]
+        else:
+            indices = self._indices(side, step, draw)[:active, :count]
+        self.samples += indices.shape[1]
+        return self.select(side, indices)
 
-    def _drawn(self, side: str, turn: int, draw: int) -> Tensor:
-        """What everyone draws in one step, or in one pass over the data, found with that of some to come."""
-        first, ahead = self._indices.get((side, draw), (0, self.keys[:0]))
+    def _indices(self, side: str, turn: int, draw: int) -> Tensor:
+        """Return the indices that all clients draw in one turn, which is a step or an epoch.
+
+        They are drawn together with those of later turns.
+        """
+        first, ahead = self._index_lookahead.get((side, draw), (0, self.keys[:0]))
         if not first <= turn < first + len(ahead):
-            count, size, sizes = self.extents[side]
-            turns = -(-self.steps // -(-size // count)) if self.epochs else self.steps
-            some = slice(min(turns - turn, max(1, DRAWN // (size * len(self.keys)))))
-            keys = self._keys_from(turn)[
-                some, 0 if self.paired else list(self.extents).index(side), draw
-            ]
-            numbers = (size, size if self.epochs else count)
-            own = () if isinstance(sizes, tuple) else (sizes,)
-            ahead = self.fused(
-                ("rows", *numbers), lambda keys, *own: rows(keys, *numbers, *own), keys, *own
-            )
-            first, self._indices[side, draw] = turn, (turn, ahead)
+            first = turn
+            ahead = self._draw_ahead(side, turn, draw)
+            self._index_lookahead[side, draw] = first, ahead
         return ahead[turn - first]
 
-    def _keys_from(self, turn: int) -> Tensor:
-        """Keys of this turn and of some to come, by stream (two sides and the losses' own), draw and client."""
-        first, ahead = self._keys
-        if not first <= turn < first + len(ahead):
-            last = min(self.steps, turn + max(1, DRAWN // len(self.keys)))
+    def _draw_ahead(self, side: str, turn: int, draw: int) -> Tensor:
+        """Draw the indices of a turn and of as many later ones as `LOOKAHEAD_WORDS` allows."""
+        count, size, each = self.sizes[side]
+        turns = self.steps
+        if self.epochs:
+            batches_per_epoch = -(-size // count)
+            turns = -(-self.steps // batches_per_epoch)
+            count = size
+        affordable = max(1, LOOKAHEAD_WORDS // (size * len(self.keys)))
+        stream = 0 if self.paired else list(self.sizes).index(side)
+        keys = self._keys_from(turn)[: min(turns - turn, affordable), stream, draw]
 
-            def folded(keys: Tensor) -> Tensor:
-                numbers = ((3,), (turn, last), (self.draws,))
-                streams, turns, draws = (
-                    torch.arange(*some, device=keys.device) for some in numbers
-                )
-                by_turn = fold_in(fold_in(keys, streams.view(-1, 1, 1)), turns.view(-1, 1, 1, 1))
+        def draw_rows(keys: Tensor, *each: Tensor) -> Tensor:
+            return rows(keys, size, count, *each)
+
+        unequal = () if isinstance(each, tuple) else (each,)
+        indices: Tensor = self.run_fused(("rows", size, count), draw_rows, keys, *unequal)
+        return indices
+
+    def _keys_from(self, turn: int) -> Tensor:
+        """Return keys by turn (from this one on), stream, draw and client."""
+        first, ahead = self._key_lookahead
+        if not first <= turn < first + len(ahead):
+            last = min(self.steps, turn + max(1, LOOKAHEAD_WORDS // len(self.keys)))
+
+            def fold(keys: Tensor) -> Tensor:
+                streams = torch.arange(3, device=keys.device)
+                turns = torch.arange(turn, last, device=keys.device)
+                draws = torch.arange(self.draws, device=keys.device)
+                by_stream = fold_in(keys, streams.view(-1, 1, 1))
+                by_turn = fold_in(by_stream, turns.view(-1, 1, 1, 1))
                 return fold_in(by_turn, draws.view(-1, 1))
 
-            first, ahead = turn, self.fused(("keys", turn, last, self.draws), folded, self.keys)
-            self._keys = first, ahead
+            first = turn
+            ahead = self.run_fused(("keys", turn, last, self.draws), fold, self.keys)
+            self._key_lookahead = first, ahead
         return ahead[turn - first :]
 
 
-def shape(
-    client: ClientData, sides: Sequence[str], size: int | None, epochs: bool = False
+def batch_shape(
+    client: ClientData, sides: Sequence[str], batch_size: int | None, epochs: bool = False
 ) -> Hashable:
-    """Clients of equal shape can be stacked: their batches hold as many samples, of the same form."""
-    found = []
+    """Return the shape of a client's batches; clients with equal ones can be stacked."""
+    shapes = []
     for side in sides:
-        samples, form = client.forms[side]
-        count = samples if size is None else min(size, samples)
-        found.append((samples if epochs else None, count, count == samples, form))
-    return tuple(found)
+        size, layout = client.layouts[side]
+        count = size if batch_size is None else min(batch_size, size)
+        # Epochs over unequal numbers of samples would take unequal numbers of steps.
+        samples_per_epoch = size if epochs else None
+        shapes.append((samples_per_epoch, count, count == size, layout))
+    return tuple(shapes)

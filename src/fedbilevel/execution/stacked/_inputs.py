@@ -1,101 +1,152 @@
-"""What the program of a stack is given: messages, memories, keys and numbers as tensors on the device."""
+"""Gather the inputs of a stack's program: messages, memories, keys and numbers as tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.devices import constant, sent
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.devices import constant, to_device
+from fedbilevel.core.problem import ClientData, Data, Problem
 from fedbilevel.core.tree import Tree
-from fedbilevel.execution._features import embeds_beforehand
-from fedbilevel.execution.stacked._batches import extents
-from fedbilevel.execution.stacked._program import Given
-from fedbilevel.execution.stacked._samples import Samples, Source
-from fedbilevel.federation.task import Task, by_broadcast
+from fedbilevel.execution._features import embeds_before_steps
+from fedbilevel.execution.memories import Memory
+from fedbilevel.execution.stacked._batches import SideSizes, side_sizes
+from fedbilevel.execution.stacked._samples import SampleStore, StackSamples
+from fedbilevel.federation.task import Task, Values, group_by_broadcast
 
 
-class Inputs:
-    """Gathers the inputs of stacks. storage: where their samples lie."""
+class StackInputs(NamedTuple):
+    """The inputs of a stack's program: nested tensors and plain values.
+
+    A program captured on a GPU is replayed with other tensors; everything else must be equal.
+    """
+
+    shared: Values  # the message that all clients received
+    own: Values  # what each client alone received, stacked
+    memory: Values  # what each client's phases remember, stacked
+    steps: Tensor  # the number of steps of each client
+    weights: Tensor | tuple[()]  # of the replies, if they are summed on the device
+    keys: Tensor  # of each client's draws
+    sizes: dict[str, SideSizes]
+    starts: dict[str, Tensor]  # the row of a pool at which each client's samples begin
+    lengths: list[int]  # numbers of steps, longest first
+    features: dict[str, Data]
+    numbers: Tensor  # the values of the phase's `Number` fields
+
+
+class InputBuilder:
+    """Builds the inputs of stacks.
+
+    Args:
+        problem: what is solved.
+        sample_store: finds the clients' samples.
+        batch_size: samples per mini-batch; None for the full batch.
+        device: where clients compute.
+    """
 
     def __init__(
-        self, problem: Problem, storage: Samples, batch_size: int | None, device: str
+        self, problem: Problem, sample_store: SampleStore, batch_size: int | None, device: str
     ) -> None:
         self.problem = problem
-        self.storage = storage
+        self.sample_store = sample_store
         self.batch_size = batch_size
         self.device = device
         self.on_gpu = device != "cpu"
         self.dtype = next(iter(problem.x.values())).dtype
 
-    def gather(
+    def build(
         self,
         tasks: list[Task],
         data: Sequence[ClientData],
-        memory: list[dict[str, Any]],
+        memories: Sequence[Memory],
         sums: bool,
-    ) -> tuple[Given, Source]:
-        """What the program of a stack is given, and where it finds its samples."""
+    ) -> tuple[StackInputs, StackSamples]:
+        """Return the inputs of a stack's program, and the samples that it selects batches from.
+
+        Args:
+            tasks: the tasks of the stack, longest first.
+            data: the data of each task's client.
+            memories: what the phases of each client remember.
+            sums: whether the server needs only the sum of the replies.
+        """
         broadcast = tasks[0].broadcast
         phase = broadcast.phase
-        lengths = [task.steps for task in tasks]
+        steps = [task.steps for task in tasks]
         shared, own = self._messages(tasks)
-        held = extents(data, phase.batch, None if phase.full else self.batch_size, self.device)
-        embed = embeds_beforehand(self.problem, broadcast, self.batch_size)
-        source = self.storage.source(tasks, data, held, lengths[0] * phase.draws, embed)
-        if self.on_gpu:  # a recording holds for all stacks of one longest task
-            lengths = [lengths[0], lengths[0] if len(set(lengths)) == 1 else 1]
-        given = {
-            "shared": shared,
-            "own": own,
-            "memory": stacked_values(memory, self.tensor),
-            "steps": constant(tuple(task.steps for task in tasks), self.device, self.dtype),
-            "weights": self._weights(tasks) if sums else (),
-            "keys": sent([task.key for task in tasks], self.device),
-            "extents": held,
-            "starts": {side: starts for side, (_, starts) in source.pools.items()},
-            "lengths": lengths,
-            "features": source.features,
-            "numbers": constant(tuple(phase.numbers.values()), self.device, self.dtype),
-        }
-        return given, source
+        batch_size = None if phase.full else self.batch_size
+        sizes = side_sizes(data, phase.batch, batch_size, self.device)
+        embed = embeds_before_steps(self.problem, broadcast, self.batch_size)
+        samples = self.sample_store.find(tasks, data, sizes, steps[0] * phase.draws, embed)
+        inputs = StackInputs(
+            shared=shared,
+            own=own,
+            memory=stack_values(memories, self.tensor),
+            steps=constant(tuple(steps), self.device, self.dtype),
+            weights=self._weights(tasks) if sums else (),
+            keys=to_device([task.key for task in tasks], self.device),
+            sizes=sizes,
+            starts={side: starts for side, (_, starts) in samples.pools.items()},
+            lengths=self._lengths(steps),
+            features=samples.features,
+            numbers=constant(tuple(phase.numbers.values()), self.device, self.dtype),
+        )
+        return inputs, samples
 
-    def _messages(self, tasks: list[Task]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What everyone was sent, and what each client alone was, as a stack."""
-        own = stacked_values([dict(task.own) for task in tasks], self.tensor)
-        places = {broadcast: place for place, broadcast in enumerate(by_broadcast(tasks))}
-        if len(places) > 1:  # not everyone was sent the same
-            messages = stacked_values(
-                [dict(broadcast.message) for broadcast in places], self.tensor
-            )
-            rows = [places[task.broadcast] for task in tasks]
-            return {}, {**pytree.tree_map(lambda t: t[rows], messages), **own}
+    def _lengths(self, steps: list[int]) -> list[int]:
+        """Return the numbers of steps that a program depends on.
+
+        On a GPU only the longest matters, and whether any is shorter, so that one captured program
+        serves all stacks with the same longest task.
+        """
+        if not self.on_gpu:
+            return steps
+        longest = steps[0]
+        shortest = longest if len(set(steps)) == 1 else 1
+        return [longest, shortest]
+
+    def _messages(self, tasks: list[Task]) -> tuple[Values, Values]:
+        """Return what all clients were sent, and what each client alone was sent, stacked."""
+        own = stack_values([dict(task.client_message) for task in tasks], self.tensor)
+        rows = {broadcast: row for row, broadcast in enumerate(group_by_broadcast(tasks))}
+        if len(rows) > 1:  # clients were sent different messages
+            messages = stack_values([dict(broadcast.message) for broadcast in rows], self.tensor)
+            row_of_task = [rows[task.broadcast] for task in tasks]
+            return {}, {**pytree.tree_map(lambda tensor: tensor[row_of_task], messages), **own}
         shared = {}
         for name, value in tasks[0].broadcast.message.items():
-            shared[name] = (
-                value
-                if isinstance(value, Tree)
-                else pytree.tree_map_only(float, self.tensor, value)
-            )
+            if isinstance(value, Tree):
+                shared[name] = value
+            else:
+                shared[name] = pytree.tree_map_only(float, self.tensor, value)
         return shared, own
 
-    def tensor(self, value: Any) -> Tensor:
-        return sent(value, self.device, self.dtype if isinstance(value, float) else None)
+    def tensor(self, value: Tensor | float) -> Tensor:
+        """Return a value as a tensor on the device; floats take the dtype of x."""
+        dtype = self.dtype if isinstance(value, float) else None
+        return to_device(value, self.device, dtype)
 
     def _weights(self, tasks: list[Task]) -> Tensor | tuple[()]:
-        """With which replies are added up on a GPU; none if they are looked at one by one."""
+        """Return the weights with which a GPU sums replies, or () if single replies are needed."""
         broadcast = tasks[0].broadcast
         if not self.on_gpu or broadcast.remembers or broadcast.submodel:
             return ()
         return constant(tuple(task.weight for task in tasks), self.device, torch.float64)
 
 
-def stacked_values(values: list[dict[str, Any]], tensor: Callable[[Any], Tensor]) -> dict[str, Any]:
-    """Values of one form as one, with a leading axis."""
+def stack_values(values: Sequence[Values], tensor: Callable[[Any], Tensor]) -> Values:
+    """Stack nested values of equal structure and shapes along a new leading axis.
+
+    Args:
+        values: the values of each client.
+        tensor: turns a leaf into a tensor.
+    """
     if not values[0]:
         return {}
-    return pytree.tree_map(lambda *each: torch.stack([tensor(value) for value in each]), *values)  # type: ignore[no-any-return]
+    stacked: Values = pytree.tree_map(
+        lambda *leaves: torch.stack([tensor(leaf) for leaf in leaves]), *values
+    )
+    return stacked

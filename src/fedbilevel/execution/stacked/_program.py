@@ -1,166 +1,194 @@
-"""What a stack of clients computes, from what it was sent to its replies or their sums."""
+"""What a stack of clients computes: from its inputs to its replies, or to their sums."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.oracle import Features
+from fedbilevel.core.oracle import FeatureBatch
+from fedbilevel.core.problem import Batch, Data
 from fedbilevel.core.tree import nbytes
-from fedbilevel.execution.lift import Lift, lifted
-from fedbilevel.execution.stacked._batches import Batches, Take
-from fedbilevel.execution.stacked._parts import Known, Parts, StepCall
+from fedbilevel.execution.stacked._batches import SelectSamples, StackBatches
+from fedbilevel.execution.stacked._feature_cache import select_features
+from fedbilevel.execution.stacked._inputs import StackInputs
+from fedbilevel.execution.stacked._samples import StackSamples
+from fedbilevel.execution.stacked._steps import KnownSteps, StackedStep, StepRunner
+from fedbilevel.execution.vectorize import ApplyToStack, Nested, vectorized
 from fedbilevel.federation.phase import Message, Phase
-from fedbilevel.federation.replies import add_up
-from fedbilevel.federation.task import Broadcast, TaskCost
+from fedbilevel.federation.stacks import sum_finite
+from fedbilevel.federation.task import Broadcast, Sums, TaskCost, Values
 
-Given = dict[str, Any]  # the inputs of a program, by name: nested tensors and plain values
+Carry = tuple[list[Tensor], pytree.TreeSpec]  # flat, because it goes through every step
+
+
+class ProgramCosts(NamedTuple):
+    """What the tasks of a stack cost."""
+
+    by_steps: list[TaskCost]  # of a task with 0, 1, 2, ... steps
+    reply_bytes: int
 
 
 class StackProgram:
-    """A function of its inputs alone, so that a GPU can record it.
+    """The program of a stack: a function of its inputs alone, so that a GPU can capture it.
+
+    On a CPU the stack shrinks: step k runs on the clients that take more than k steps, who are the
+    first of the stack. On a GPU a step runs on all clients, and those that are done keep their
+    carry: a stack of constant size is worth more there than the work that shrinking saves.
 
     Args:
-        parts: runs and measures the steps.
-        broadcast: of one of the tasks; all have the same phase.
-        lift: from one client to the stack.
-        take: looks samples up, given the inputs.
-        shrink: step k runs on the clients that take more than k steps, the first of the stack. Without it, as on a GPU,
-            it runs on all, and those who are done stay where they are: there a stack of one size is worth more than
-            the work that is saved.
+        step_runner: runs and measures the steps.
+        broadcast: that of any task; all have the same phase.
+        apply: applies a function of one client to the stack.
+        samples: what batches are selected from.
+        shrink: whether the stack shrinks.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        step_runner: StepRunner,
         broadcast: Broadcast,
-        lift: Lift,
-        take: Callable[[Given], Take],
+        apply: ApplyToStack,
+        samples: StackSamples,
         shrink: bool,
     ) -> None:
-        self.parts = parts
+        self.step_runner = step_runner
         self.broadcast = broadcast
-        self.lift = lift
-        self.take = take
+        self.apply = apply
+        self.samples = samples
         self.shrink = shrink
 
-    def __call__(self, given: Given) -> tuple[Any, tuple[list[TaskCost], int]]:
-        """The replies of a stack or their sums; what tasks of 0, 1, 2, ... steps cost, and the bytes of a reply."""
-        numbers = given["numbers"].unbind()
-        plain = self.broadcast.phase
-        phase = plain.with_numbers(dict(zip(plain.numbers, numbers, strict=True)))
-        lengths = given["lengths"]
-        batches = self._batches(phase, given)
-        carry, form, start = self._start(phase, given)
-        spent = [start]
-        known: Known = {}
-        done: list[tuple[list[Tensor], pytree.TreeSpec]] = []
-        for k in range(lengths[0]):
-            carry = self._active(carry, form, lengths, k, done)
-            batch = _marked(batches.at(k, len(carry[0])), bool(given["features"]))
-            call = StepCall(
-                self.parts.problem, plain, _part(k, lengths[0]), carry, form, batch, self.lift
-            )
-            stepped, cost = self.parts.step(call, numbers, known)
-            form = call.after
-            late = not self.shrink and k >= lengths[-1]
-            carry = _moved(given["steps"] > k, stepped, carry) if late else stepped
-            spent.append(spent[-1].then(cost)._replace(samples=batches.samples))
-        if lengths[0] == 1:
-            replies = pytree.tree_unflatten(carry, form)
+    def __call__(self, inputs: StackInputs) -> tuple[Values | Sums, ProgramCosts]:
+        """Return the replies of the stack, or their sums, and what the tasks cost."""
+        numbers = inputs.numbers.unbind()
+        phase = self.broadcast.phase
+        bound_phase = phase.with_numbers(dict(zip(phase.numbers, numbers, strict=True)))
+        problem = self.step_runner.problem
+        batches = self._batches(phase, inputs)
+        (carry, spec), cost = self._start(bound_phase, inputs)
+        costs = [cost]
+        known: KnownSteps = {}
+        finished: list[Carry] = []
+        longest = inputs.lengths[0]
+        shortest = inputs.lengths[-1]
+        for k in range(longest):
+            if self.shrink:
+                carry = _set_aside_finished((carry, spec), inputs.lengths, k, finished)
+            batch = batches.at(k, len(carry[0]))
+            if inputs.features:
+                batch = _as_features(batch)
+            part = _part(k, longest)
+            step = StackedStep(problem, phase, part, carry, spec, batch, self.apply)
+            result, cost = self.step_runner.run_step(step, numbers, known)
+            spec = step.result_spec
+            if not self.shrink and k >= shortest:
+                result = _update_where(inputs.steps > k, result, carry)
+            carry = result
+            costs.append(costs[-1].then(cost)._replace(samples=batches.samples))
+        if longest == 1:
+            replies = pytree.tree_unflatten(carry, spec)
         else:
-            replies, last = self._finish(phase, [(carry, form), *reversed(done)])
-            spent = [cost.then(last) for cost in spent]
-        return self._added_up(replies, given), (spent, self._nbytes(replies, given))
+            replies, finish_cost = self._finish(bound_phase, [(carry, spec), *reversed(finished)])
+            costs = [cost.then(finish_cost) for cost in costs]
+        program_costs = ProgramCosts(costs, self._reply_bytes(replies, len(inputs.keys)))
+        if not isinstance(inputs.weights, Tensor):
+            return replies, program_costs
+        sums = self.step_runner.run_fused("sums", sum_finite, replies, inputs.weights, inputs.steps)
+        return sums, program_costs
 
-    def _batches(self, phase: Phase, given: Given) -> Batches:
-        return Batches(
-            given["keys"],
-            given["extents"],
-            self.take(given),
-            self.parts.fused,
-            steps=given["lengths"][0],
+    def _batches(self, phase: Phase, inputs: StackInputs) -> StackBatches:
+        return StackBatches(
+            inputs.keys,
+            inputs.sizes,
+            self._selector(inputs),
+            self.step_runner.run_fused,
+            steps=inputs.lengths[0],
             draws=phase.draws,
             epochs=phase.epochs is not None,
-            paired=self.parts.problem.lower_level == "private",
+            paired=self.step_runner.problem.lower_level == "private",
         )
 
-    def _start(self, phase: Phase, given: Given) -> tuple[list[Tensor], pytree.TreeSpec, TaskCost]:
-        """The first carry, flat because it goes through every step."""
+    def _selector(self, inputs: StackInputs) -> SelectSamples:
+        """Return a function that selects samples by side and indices."""
 
-        def start(own: Any, memory: Any, steps: Tensor) -> Any:
+        def select(side: str, indices: Tensor | None) -> Data:
+            if side in inputs.features:
+                return select_features(inputs.features[side], indices)
+            if side in self.samples.separate:
+                return self.samples.separate[side].select(indices)
+            pool, _ = self.samples.pools[side]
+            return pool.select(indices, inputs.starts[side], inputs.sizes[side].largest)
+
+        return select
+
+    def _start(self, phase: Phase, inputs: StackInputs) -> tuple[Carry, TaskCost]:
+        """Return the first carry, and what it costs a client."""
+
+        def start(own: Values, memory: Values, steps: Tensor) -> Nested:
             remembered = {"memory": memory} if phase.remembers else {}
-            return phase.start(Message(**given["shared"], **own, **remembered, steps=steps))
+            return phase.start(Message(**inputs.shared, **own, **remembered, steps=steps))
 
-        each = given["own"], given["memory"], given["steps"]
+        stacked = inputs.own, inputs.memory, inputs.steps
+        # The shared message is an argument too, so that its bytes are counted.
         shared = [
             leaf.unsqueeze(0)
-            for leaf in pytree.tree_leaves(given["shared"])
+            for leaf in pytree.tree_leaves(inputs.shared)
             if isinstance(leaf, Tensor)
         ]
-        cost = self.parts.cost(phase, "start", lambda _, *args: start(*args), shared, *each)
-        carry, form = pytree.tree_flatten(lifted(self.lift, start)(*each))
-        return carry, form, cost
+        cost = self.step_runner.part_cost(
+            phase, "start", lambda _, *args: start(*args), shared, *stacked
+        )
+        return pytree.tree_flatten(vectorized(start, self.apply)(*stacked)), cost
 
-    def _active(
-        self,
-        carry: list[Tensor],
-        form: pytree.TreeSpec,
-        lengths: list[int],
-        k: int,
-        done: list[tuple[list[Tensor], pytree.TreeSpec]],
-    ) -> list[Tensor]:
-        """The carry of the clients that take step k; those of the others are put aside."""
-        if not self.shrink:
-            return carry
-        still = sum(length > k for length in lengths)
-        if still == len(carry[0]):
-            return carry
-        done.append(([t[still:] for t in carry], form))
-        return [t[:still] for t in carry]
-
-    def _finish(
-        self, phase: Phase, finals: list[tuple[list[Tensor], pytree.TreeSpec]]
-    ) -> tuple[Any, TaskCost]:
-        carries = [pytree.tree_unflatten(*final) for final in finals]
-        cost = self.parts.cost(phase, "finish", phase.finish, carries[0])
-        replies = [lifted(self.lift, phase.finish)(carry) for carry in carries]
+    def _finish(self, phase: Phase, carries: list[Carry]) -> tuple[Values, TaskCost]:
+        """Return the replies to the final carries, joined, and what one of them costs."""
+        nested = [pytree.tree_unflatten(*carry) for carry in carries]
+        cost = self.step_runner.part_cost(phase, "finish", phase.finish, nested[0])
+        replies = [vectorized(phase.finish, self.apply)(carry) for carry in nested]
         if len(replies) == 1:
             return replies[0], cost
-        return pytree.tree_map(lambda *parts: torch.cat(parts), *replies), cost
+        return pytree.tree_map(lambda *stacks: torch.cat(stacks), *replies), cost
 
-    def _nbytes(self, replies: Any, given: Given) -> int:
-        """Of one reply, without what a client remembers."""
+    def _reply_bytes(self, replies: Values, clients: int) -> int:
+        """Return the bytes of one reply, without the memory that stays with the client."""
         declared = self.broadcast.phase.reply
-        return nbytes({name: value for name, value in replies.items() if name in declared}) // len(
-            given["keys"]
-        )
-
-    def _added_up(self, replies: Any, given: Given) -> Any:
-        if not isinstance(given["weights"], Tensor):
-            return replies
-        return self.parts.fused("sums", add_up, replies, given["weights"], given["steps"])
+        sent = {name: value for name, value in replies.items() if name in declared}
+        return nbytes(sent) // clients
 
 
-def _part(k: int, steps: int) -> str:
-    if k:
+def _set_aside_finished(
+    carry: Carry, lengths: list[int], step: int, finished: list[Carry]
+) -> list[Tensor]:
+    """Move the carries of clients that are done to `finished`; return those of the others."""
+    tensors, spec = carry
+    active = sum(length > step for length in lengths)
+    if active == len(tensors[0]):
+        return tensors
+    finished.append(([tensor[active:] for tensor in tensors], spec))
+    return [tensor[:active] for tensor in tensors]
+
+
+def _part(step: int, steps: int) -> str:
+    if step > 0:
         return "step"
-    return "first" if steps > 1 else "only"
+    if steps > 1:
+        return "first"
+    return "only"
 
 
-def _marked(batch: Any, embedded: bool) -> Any:
-    """A batch, or several, marked as features where the samples were embedded beforehand."""
-    if not embedded:
-        return batch
-    return Features(*batch) if hasattr(batch, "rng") else tuple(Features(*part) for part in batch)
+def _as_features(batch: Batch | tuple[Batch, ...]) -> FeatureBatch | tuple[FeatureBatch, ...]:
+    """Mark batches of embedded samples as such."""
+    if isinstance(batch, Batch):
+        return FeatureBatch(*batch)
+    return tuple(FeatureBatch(*each) for each in batch)
 
 
-def _moved(which: Tensor, new: Any, old: Any) -> Any:
-    """The new values of those clients, the old ones of the others."""
-    return pytree.tree_map(
-        lambda n, o: torch.where(which.view(-1, *[1] * (n.ndim - 1)), n, o), new, old
-    )
+def _update_where(active: Tensor, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """Return the new values of active clients and the old ones of the others."""
+    updated = []
+    for new_tensor, old_tensor in zip(new, old, strict=True):
+        mask = active.view(-1, *[1] * (new_tensor.ndim - 1))
+        updated.append(torch.where(mask, new_tensor, old_tensor))
+    return updated

@@ -1,85 +1,83 @@
-"""Where a stack of clients finds its samples: in tables of features, in pools, or with each client."""
+"""Find the samples of a stack of clients: as features, in a pool, or client by client."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.core.problem import ClientData, Data, Problem, leaves, like
+from fedbilevel.core.problem import ClientData, Data, Problem, named_tensors, repack
 from fedbilevel.core.tree import nbytes
-from fedbilevel.execution._features import embedded
+from fedbilevel.execution._features import embed_samples
 from fedbilevel.execution._meter import Meter
-from fedbilevel.execution.stacked._batches import Extent, Take
-from fedbilevel.execution.stacked._parts import Parts
-from fedbilevel.execution.stacked._pool import Apart, Pool, Pools
-from fedbilevel.execution.stacked._tables import Tables, look_up
-from fedbilevel.federation.task import Task, TaskCost, form_of
+from fedbilevel.execution.stacked._batches import SideSizes
+from fedbilevel.execution.stacked._feature_cache import FeatureCache
+from fedbilevel.execution.stacked._pools import Pool, Pools, SeparateSamples
+from fedbilevel.execution.stacked._steps import StepRunner
+from fedbilevel.federation.task import Task, TaskCost, shape_key
 
 
-class Source(NamedTuple):
-    """Where the samples of a stack lie, side by side."""
+class StackSamples(NamedTuple):
+    """The samples of a stack of clients. Each side is in one of `features`, `pools`, `separate`."""
 
     features: dict[str, Data]
-    embedding: TaskCost  # what it takes a client to find its features, in every task
-    pools: dict[str, tuple[Pool, Tensor]]
-    apart: dict[str, Apart]
-
-    def take(self, given: Mapping[str, Any]) -> Take:
-        """Looks samples up, given the inputs of a program."""
-
-        def take(side: str, indices: Tensor | None) -> Any:
-            if side in given["features"]:
-                return look_up(given["features"][side], indices)
-            if side in self.apart:
-                return self.apart[side].take(indices)
-            return self.pools[side][0].take(
-                indices, given["starts"][side], given["extents"][side].most
-            )
-
-        return take
+    embedding: TaskCost  # what each client pays for its features, in every task
+    pools: dict[str, tuple[Pool, Tensor]]  # with the row at which each client's samples begin
+    separate: dict[str, SeparateSamples]
 
 
-class Samples:
-    """Finds the samples of stacks; what was pooled or embedded for one is kept for the next."""
+class SampleStore:
+    """Finds the samples of stacks. What it pools or embeds for one stack is kept for the next.
 
-    def __init__(self, problem: Problem, parts: Parts, memory: int, device: str) -> None:
+    Args:
+        problem: embeds samples.
+        step_runner: keeps measured costs.
+        memory: bytes that pools on a GPU may take.
+        device: where clients compute.
+    """
+
+    def __init__(self, problem: Problem, step_runner: StepRunner, memory: int, device: str) -> None:
         self.problem = problem
-        self.parts = parts
+        self.step_runner = step_runner
         self.on_gpu = device != "cpu"
         self.pools = Pools(memory if self.on_gpu else 0, device)
-        self.tables = Tables(problem)
+        self.feature_cache = FeatureCache(problem)
 
-    def source(
+    def find(
         self,
         tasks: Sequence[Task],
         data: Sequence[ClientData],
-        extents: Mapping[str, Extent],
+        sizes: Mapping[str, SideSizes],
         batches: int,
         embed: bool,
-    ) -> Source:
-        """Where a stack finds its samples. batches: how many each client draws. embed: embed all samples first."""
+    ) -> StackSamples:
+        """Return the samples of a stack.
+
+        Args:
+            tasks: the tasks of the stack.
+            data: the data of each task's client.
+            sizes: the number of samples on each side.
+            batches: how many batches each client draws.
+            embed: whether all samples are embedded before the first step.
+        """
         numbers = [task.client for task in tasks]
-        features: dict[str, Data] = {}
-        cost = TaskCost()
-        pools: dict[str, tuple[Pool, Tensor]] = {}
-        apart: dict[str, Apart] = {}
-        for side, extent in extents.items():
+        samples = StackSamples({}, TaskCost(), {}, {})
+        embedding = TaskCost()
+        for side, size in sizes.items():
             if embed:
-                features[side], more = self._features(side, tasks, data, extent)
-                cost = cost.then(more)
-            elif pool := self._pool(side, data, numbers, batches, extent):
-                pools[side] = pool
+                samples.features[side], cost = self._features(side, tasks, data, size.batch)
+                embedding = embedding.then(cost)
+            elif pool := self._pool(side, data, numbers, batches, size):
+                samples.pools[side] = pool
             else:
-                apart[side] = Apart([getattr(client, side) for client in data])
-        return Source(features, cost, pools, apart)
+                samples.separate[side] = SeparateSamples(_sides(data, side))
+        return samples._replace(embedding=embedding)
 
     def addresses(self) -> tuple[int, ...]:
-        """Of the memory that a recorded program reads beside its inputs."""
-        return tuple(
-            tensor.data_ptr() for pool in self.pools.pools.values() for tensor in pool.tensors
-        )
+        """Return the addresses of all pools, which a captured program reads beside its inputs."""
+        pools = self.pools.pools.values()
+        return tuple(tensor.data_ptr() for pool in pools for tensor in pool.tensors)
 
     def _pool(
         self,
@@ -87,48 +85,56 @@ class Samples:
         data: Sequence[ClientData],
         numbers: list[int],
         batches: int,
-        extent: Extent,
+        size: SideSizes,
     ) -> tuple[Pool, Tensor] | None:
-        """One place in which the samples of a stack lie, and where each client's begin; None if it does not pay."""
-        if not self.on_gpu and (found := self.pools.together(side, data)):
-            return found
-        # In memory it costs a copy of all samples: it pays if as many are drawn, a few at a time.
-        if self.on_gpu or extent.batch < extent.most <= batches * extent.batch:
-            return self.pools.bring(side, numbers, data)
+        """Return a pool with the samples of a stack, or None if it does not pay."""
+        if self.on_gpu:
+            return self.pools.load(side, numbers, data)
+        if shared := self.pools.view_shared_storage(side, data):
+            return shared
+        # A pool costs a copy of all samples. It pays if at least as many are drawn, over several
+        # batches.
+        if size.batch < size.largest <= batches * size.batch:
+            return self.pools.load(side, numbers, data)
         return None
 
     def _features(
-        self, side: str, tasks: Sequence[Task], data: Sequence[ClientData], extent: Extent
+        self, side: str, tasks: Sequence[Task], clients: Sequence[ClientData], batch_size: int
     ) -> tuple[Data, TaskCost]:
-        """The features of a stack of clients, and what it takes a client to find its own."""
-        at = [task.broadcast.message["x"] for task in tasks]
+        """Return the features of a stack, and what each client pays for its own."""
+        xs = [task.broadcast.message["x"] for task in tasks]
         numbers = [task.client for task in tasks]
-        held = self._on_device(side, numbers, data)
-        batch = extent.batch
-        kind = self.parts.name(
-            ("embed", tasks[0].broadcast.form, batch, side, form_of({"": held[0]}))
+        data = self._on_device(side, numbers, clients)
+        message_key = tasks[0].broadcast.shape_key
+        measured = self.step_runner.measured
+        name = self.step_runner.name(
+            ("embed", message_key, batch_size, side, shape_key({"": data[0]}))
         )
-        if kind not in self.parts.measured:
+        if name not in measured:
             with Meter() as meter:
-                embedded(self.problem, at[0], held[0], batch)
-            piece = [tensor[:batch] for _, tensor in leaves(held[0])]
-            self.parts.measured[kind] = (meter.flops, nbytes([at[0], piece]) + meter.peak_bytes)
-        flops, peak_bytes = self.parts.measured[kind]
-        return self.tables.find(side, at, numbers, held, batch), TaskCost(
-            flops=flops, peak_bytes=peak_bytes
-        )
+                embed_samples(self.problem, xs[0], data[0], batch_size)
+            batch = [tensor[:batch_size] for _, tensor in named_tensors(data[0])]
+            measured[name] = (meter.flops, nbytes([xs[0], batch]) + meter.peak_bytes)
+        flops, peak_bytes = measured[name]
+        features = self.feature_cache.features(side, xs, numbers, data, batch_size)
+        return features, TaskCost(flops=flops, peak_bytes=peak_bytes)
 
     def _on_device(
         self, side: str, numbers: list[int], clients: Sequence[ClientData]
     ) -> list[Data]:
-        data: list[Data] = [getattr(client, side) for client in clients]
+        """Return one side of each client's data on the device; on a GPU, as views of a pool."""
+        data = _sides(clients, side)
         if not self.on_gpu:
             return data
-        pool, _ = self.pools.bring(
-            side, numbers, clients
-        )  # all at once: what comes in later may take their place
-        starts = [pool.starts[number] for number in numbers]
-        return [
-            like(each, [tensor[start : start + client.size(side)] for tensor in pool.tensors])
-            for each, client, start in zip(data, clients, starts, strict=True)
-        ]
+        # All clients are loaded at once: loading one later could evict another.
+        pool, _ = self.pools.load(side, numbers, clients)
+        views = []
+        for number, client, original in zip(numbers, clients, data, strict=True):
+            start = pool.starts[number]
+            end = start + client.size(side)
+            views.append(repack(original, [tensor[start:end] for tensor in pool.tensors]))
+        return views
+
+
+def _sides(clients: Sequence[ClientData], side: str) -> list[Data]:
+    return [getattr(client, side) for client in clients]

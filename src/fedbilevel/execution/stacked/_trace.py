@@ -1,7 +1,8 @@
-"""Trace a function of tensors once, replay it as a flat list of operations.
+"""Trace a function of tensors once and replay it as a flat list of operations.
 
-A step that runs thousands of times under `vmap` and `grad` spends much of its time in their bookkeeping. Its trace
-holds the arithmetic alone; a few rewrites then take out what only the transforms needed and fuse sums into products.
+A step that runs thousands of times under `vmap` and `grad` spends much of its time in their
+bookkeeping. Its trace holds the arithmetic alone. A few rewrites then remove what only the
+transforms needed, and fuse sums into products.
 """
 
 from __future__ import annotations
@@ -16,58 +17,73 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
-FILLS: dict[Any, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
-SOURCES = (aten.scalar_tensor, aten.arange)  # constants that are made of numbers
-LARGEST_CONSTANT = 1 << 16  # entries; a trace holds its constants for as long as it lives
+ADD = aten.add.Tensor
+SUB = aten.sub.Tensor
+MUL = aten.mul.Tensor
+DIV = aten.div.Tensor
+FILL_VALUES: dict[object, int] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+CONSTANT_SOURCES = (aten.scalar_tensor, aten.arange)  # their results depend on numbers alone
+MAX_CONSTANT_SIZE = 1 << 16  # entries; a trace holds its constants as long as it lives
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-NUMBERS = (bool, int, float)
-Flat = Callable[..., Sequence[Tensor]]
+
+FlatFunction = Callable[..., Sequence[Tensor]]
+Rewrite = Callable[[fx.Graph, fx.Node], None]  # rewrites one node of a graph
+ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
-def trace(fn: Flat, args: Sequence[Tensor]) -> Flat:
-    """fn, a pure function of tensors, specialised to the shapes, strides and dtypes of args."""
-    module = _make(fn, args)
+def trace(fn: FlatFunction, args: Sequence[Tensor]) -> FlatFunction:
+    """Trace a pure function of tensors.
+
+    Args:
+        fn: the function.
+        args: example arguments; the trace is valid for their shapes, strides and dtypes.
+
+    Returns:
+        A function that computes the same up to rounding, without the overhead of transforms.
+    """
+    module = _trace_operations(fn, args)
     rewrites = (
-        _drop_idle,
-        _fold_scalars,
-        _Constants(module),
-        _drop_idle,
-        _Merge(),
+        _drop_identities,
+        _inline_scalars,
+        _FoldConstants(module),
+        _drop_identities,
+        _MergeDuplicates(),
         _FuseScaledSums(),
         _fuse_products,
-        _reuse,
+        _add_in_place,
     )
-    _rewrite(module, rewrites)
+    _apply_rewrites(module, rewrites)
     return module.forward
 
 
-def compiled(fn: Flat, args: Sequence[Tensor]) -> Flat:
-    """The same through PyTorch's compiler, which takes seconds to minutes and fuses what is not a matrix product."""
-    import torch._inductor  # takes a second
+def compile_trace(fn: FlatFunction, args: Sequence[Tensor]) -> FlatFunction:
+    """Trace a function as `trace` does, and compile it with PyTorch's compiler.
 
-    module = _make(fn, args)
-    _rewrite(
-        module, [_Constants(module, least=2**31)]
-    )  # the compiler counts in 32 bits, too few for draws
+    That takes seconds to minutes. The compiler fuses everything but matrix products.
+    """
+    import torch._inductor  # the import takes a second
+
+    module = _trace_operations(fn, args)
+    # The compiler counts in 32 bits, which is too few for the constants of random draws.
+    _apply_rewrites(module, [_FoldConstants(module, least=2**31)])
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # what it has to say, float32 being slow above all, is not for who called
-        run: Flat = torch._inductor.compile(module, list(args))
+        warnings.simplefilter("ignore")  # advice such as to use TF32 is not for the user
+        run: FlatFunction = torch._inductor.compile(module, list(args))
     return run
 
 
-def _make(fn: Flat, args: Sequence[Tensor]) -> fx.GraphModule:
-    """The operations of fn, none of which overwrites anything: rewrites that move reads are right only then."""
-    pure = functionalize(fn, remove="mutations")
-    module = make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+def _trace_operations(fn: FlatFunction, args: Sequence[Tensor]) -> fx.GraphModule:
+    """Return the operations of a function in functional form, in which nothing is overwritten.
+
+    Only in that form may a rewrite move reads past other operations.
+    """
+    functional = functionalize(fn, remove="mutations")
+    module = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
     module.graph.eliminate_dead_code()
     return module
 
 
-def _rewrite(
-    module: fx.GraphModule, rewrites: Sequence[Callable[[fx.Graph, fx.Node], None]]
-) -> None:
+def _apply_rewrites(module: fx.GraphModule, rewrites: Sequence[Rewrite]) -> None:
     for rewrite in rewrites:
         for node in list(module.graph.nodes):
             if node.op == "call_function":
@@ -76,208 +92,231 @@ def _rewrite(
     module.recompile()
 
 
-def _form(node: Any) -> Any:
-    """Shape and dtype of what a node computes; None for numbers and for several tensors at once."""
+def _shape_and_dtype(node: object) -> ShapeAndDtype | None:
+    """Return what a node computes; None for a number or for several tensors at once."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    return value.shape, value.dtype
 
 
-def _drop_idle(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a node that computes nothing new by what it was given."""
-    source = _unchanged(node)
+def _drop_identities(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a node that returns one of its arguments unchanged by that argument."""
+    source = _unchanged_argument(node)
     if source is not None:
         node.replace_all_uses_with(source)
 
 
-def _unchanged(node: fx.Node) -> fx.Node | None:
-    """The argument that a node returns as it is.
+def _unchanged_argument(node: fx.Node) -> fx.Node | None:
+    """Return the argument that a node returns unchanged.
 
-    That is so for a view of the shape a tensor has already, for a product with 1, for a sum with 0, and for a
-    transpose of a transpose.
+    Such nodes are views of the shape that a tensor has already, products with 1, sums with 0, and
+    transposes of transposes.
     """
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
     if node.target is aten.transpose.int and source.target is aten.transpose.int:
-        return source.args[0] if source.args[1:] == node.args[1:] else None  # type: ignore[return-value]
-    if node.target is aten.add.Tensor:
+        same_axes = source.args[1:] == node.args[1:]
+        return source.args[0] if same_axes else None  # type: ignore[return-value]
+    if node.target is ADD:
         other = node.args[1]
-        if _is_zero(source) and _form(other) == _form(node):
+        if _is_zero(source) and _shape_and_dtype(other) == _shape_and_dtype(node):
             return other  # type: ignore[return-value]
-        return source if _is_zero(other) and _same_form(source, node) else None
-    if not _same_form(source, node):
+        if _is_zero(other) and _same_shape(source, node):
+            return source
         return None
-    if node.target is aten.mul.Scalar:
-        return source if node.args[1] == 1 else None
-    return source if node.target in VIEWS else None
+    if not _same_shape(source, node):
+        return None
+    is_product_with_one = node.target is aten.mul.Scalar and node.args[1] == 1
+    if is_product_with_one or node.target in VIEWS:
+        return source
+    return None
 
 
-def _same_form(source: fx.Node, node: fx.Node) -> bool:
-    return _form(source) is not None and _form(source) == _form(node)
+def _same_shape(source: fx.Node, node: fx.Node) -> bool:
+    """Tell whether both nodes compute one tensor, of the same shape and dtype."""
+    shape_and_dtype = _shape_and_dtype(source)
+    return shape_and_dtype is not None and shape_and_dtype == _shape_and_dtype(node)
 
 
-def _is_zero(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target in (
-        aten.zeros_like.default,
-        aten.zeros.default,
-    )
+def _is_zero(node: object) -> bool:
+    zeros = (aten.zeros_like.default, aten.zeros.default)
+    return isinstance(node, fx.Node) and node.target in zeros
 
 
-def _fold_scalars(graph: fx.Graph, node: fx.Node) -> None:
-    """vmap turns a number into a tensor of its own at every use; a number it can stay."""
-    if (
-        node.target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
-        and len(node.args) == 2
-    ):
-        other = node.args[1]
-        if (
-            isinstance(other, fx.Node)
-            and other.target is aten._to_copy.default
-            and isinstance(other.args[0], float)
-        ):
-            node.update_arg(1, other.args[0])
+def _inline_scalars(graph: fx.Graph, node: fx.Node) -> None:
+    """Use a number directly where `vmap` has turned it into a tensor first."""
+    if node.target not in (MUL, ADD, SUB, DIV) or len(node.args) != 2:
+        return
+    other = node.args[1]
+    if not isinstance(other, fx.Node) or other.target is not aten._to_copy.default:
+        return
+    if isinstance(other.args[0], float):
+        node.update_arg(1, other.args[0])
 
 
 class _FuseScaledSums:
-    """a + s b as one operation, where s is a number or a 0-d tensor such as a step size."""
+    """Computes a + s b in one operation; s is a number or a 0-d tensor such as a step size."""
 
     def __init__(self) -> None:
-        self.read: dict[fx.Node, fx.Node] = {}  # numbers that were read from 0-d tensors
+        self.numbers: dict[fx.Node, fx.Node] = {}  # by the 0-d tensor that they are read from
 
     def __call__(self, graph: fx.Graph, node: fx.Node) -> None:
-        if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
+        if node.target not in (ADD, SUB) or node.kwargs:
             return
         a, product = node.args
-        if (
-            not isinstance(product, fx.Node)
-            or product.target is not aten.mul.Tensor
-            or len(product.users) > 1
-        ):
+        if not isinstance(product, fx.Node) or product.target is not MUL or len(product.users) > 1:
             return
         b, scale = product.args
-        if _form(a) is None or not _form(a) == _form(product) == _form(b):
+        expected = _shape_and_dtype(a)
+        if expected is None or not expected == _shape_and_dtype(product) == _shape_and_dtype(b):
             return
         if isinstance(scale, (int, float)):
-            node.args, node.kwargs = (a, b), {"alpha": scale}
-        elif isinstance(scale, fx.Node) and _form(scale) == (torch.Size(), _form(a)[1]):
-            self._by_tensor(graph, node, (a, b, scale))
+            node.args = (a, b)
+            node.kwargs = {"alpha": scale}
+        elif isinstance(scale, fx.Node) and _shape_and_dtype(scale) == (torch.Size(), expected[1]):
+            self._scale_by_tensor(graph, node, (a, b, scale))
 
-    def _by_tensor(
+    def _scale_by_tensor(
         self, graph: fx.Graph, node: fx.Node, operands: tuple[Any, Any, fx.Node]
     ) -> None:
         a, b, scale = operands
-        if scale.meta["val"].is_cuda:  # a GPU is not waited for
-            value = 1 if node.target is aten.add.Tensor else -1
-            node.target, node.args, node.kwargs = aten.addcmul.default, operands, {"value": value}
+        if scale.meta["val"].is_cuda:  # reading a number from a GPU would wait for it
+            node.kwargs = {"value": 1 if node.target is ADD else -1}
+            node.target = aten.addcmul.default
+            node.args = operands
             return
-        if scale not in self.read:
+        if scale not in self.numbers:
             with graph.inserting_after(scale):
-                self.read[scale] = graph.call_function(aten._local_scalar_dense.default, (scale,))
-        node.args, node.kwargs = (a, b), {"alpha": self.read[scale]}
+                number = graph.call_function(aten._local_scalar_dense.default, (scale,))
+            self.numbers[scale] = number
+        node.args = (a, b)
+        node.kwargs = {"alpha": self.numbers[scale]}
 
 
 def _fuse_products(graph: fx.Graph, node: fx.Node) -> None:
-    """A1 B1 + A2 B2 accumulated in place: the two gradients of a weight are never added by themselves. A + A1 B1, as of
-    a bias, as one operation."""
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return
-    a: Any
-    b: Any
-    a, b = node.args if _only_product(node.args[1]) else reversed(node.args)
-    if not _only_product(b) or a is b or _form(b) != _form(node):
-        return
-    into = _only_product(a) and _form(a) == _form(b)
-    if not into and (_form(a) is None or _form(a)[1] != _form(b)[1]):
-        return
-    with graph.inserting_before(node):
-        total = graph.call_function((aten.baddbmm_ if into else aten.baddbmm).default, (a, *b.args))
-    total.meta.update(node.meta)
-    node.replace_all_uses_with(total)
+    """Add a matrix product to something in one operation.
 
-
-def _reuse(graph: fx.Graph, node: fx.Node) -> None:
-    """A sum takes the place of an operand that nothing else needs from then on: new memory costs more than a sum."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or _form(node) is None:
+    A1 B1 + A2 B2, such as the two gradients of a weight, is accumulated in the first product.
+    A + A1 B1, such as a layer with a bias, is one `baddbmm`.
+    """
+    if node.target is not ADD or node.kwargs:
         return
     a, b = node.args
-    if _spent(a, node):
-        target = (aten.add_ if node.target is aten.add.Tensor else aten.sub_).Tensor
-    elif node.target is aten.add.Tensor and not node.kwargs and _spent(b, node):
-        (a, b), target = (b, a), aten.add_.Tensor
+    if not _is_unshared_product(b):
+        a, b = b, a
+    if not isinstance(b, fx.Node) or not _is_unshared_product(b) or a is b:
+        return
+    shape_of_a = _shape_and_dtype(a)
+    shape_of_b = _shape_and_dtype(b)
+    if shape_of_b is None or shape_of_b != _shape_and_dtype(node):
+        return
+    if _is_unshared_product(a) and shape_of_a == shape_of_b:
+        fused = aten.baddbmm_.default
+    elif shape_of_a is not None and shape_of_a[1] == shape_of_b[1]:
+        fused = aten.baddbmm.default
     else:
         return
-    with graph.inserting_before(node):
-        total = graph.call_function(target, (a, b), dict(node.kwargs))
-    total.meta.update(node.meta)
-    node.replace_all_uses_with(total)
+    _replace_node(graph, node, fused, (a, *b.args))
 
 
-def _spent(value: Any, by: fx.Node) -> bool:
-    """Whether a node computes a tensor of its own, of this form, and this is the last use of it."""
-    if not isinstance(value, fx.Node) or value.op != "call_function" or _form(value) != _form(by):
+def _is_unshared_product(node: object) -> bool:
+    """Tell whether a node is a matrix product that only one other node uses."""
+    return isinstance(node, fx.Node) and node.target is aten.bmm.default and len(node.users) == 1
+
+
+def _add_in_place(graph: fx.Graph, node: fx.Node) -> None:
+    """Write a sum over an operand that nothing uses later: allocating costs more than adding."""
+    if node.target not in (ADD, SUB) or _shape_and_dtype(node) is None:
+        return
+    a, b = node.args
+    if _can_overwrite(a, node):
+        target = aten.add_.Tensor if node.target is ADD else aten.sub_.Tensor
+        _replace_node(graph, node, target, (a, b))
+    elif node.target is ADD and not node.kwargs and _can_overwrite(b, node):
+        _replace_node(graph, node, aten.add_.Tensor, (b, a))
+
+
+def _can_overwrite(operand: object, node: fx.Node) -> bool:
+    """Tell whether a node may write its result over an operand.
+
+    It may if the operand has the result's shape and memory that nothing else shares, and if every
+    other use of it comes before.
+    """
+    if not isinstance(operand, fx.Node) or operand.op != "call_function":
         return False
-    return _is_fresh(value) and all(
-        user == by or (_is_fresh(user) and user < by) for user in value.users
-    )
+    if _shape_and_dtype(operand) != _shape_and_dtype(node) or not _owns_memory(operand):
+        return False
+    others = [user for user in operand.users if user != node]
+    return all(_owns_memory(user) and user < node for user in others)
 
 
-def _is_fresh(node: fx.Node) -> bool:
-    """Whether what it returns shares no memory with what it was given; `_unsafe_view` does, and does not say so."""
+def _owns_memory(node: fx.Node) -> bool:
+    """Tell whether the result of a node shares no memory with its arguments."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or node.target is aten._unsafe_view.default:
+    if schema is None:
+        return False
+    if node.target is aten._unsafe_view.default:  # it shares memory, and its schema hides that
         return False
     return all(value.alias_info is None for value in schema.returns)
 
 
-def _only_product(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.bmm.default and len(node.users) == 1
+def _replace_node(
+    graph: fx.Graph, node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Replace a node by another operation with the same keyword arguments."""
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args, dict(node.kwargs))
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
 
 
-class _Merge:
-    """What is computed twice is computed once."""
+class _MergeDuplicates:
+    """Computes once what is computed twice."""
 
     def __init__(self) -> None:
-        self.seen: dict[Any, fx.Node] = {}
+        self.seen: dict[object, fx.Node] = {}
 
     def __call__(self, graph: fx.Graph, node: fx.Node) -> None:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return
-        first = self.seen.setdefault(_frozen((node.target, node.args, dict(node.kwargs))), node)
+        key = _hashable((node.target, node.args, dict(node.kwargs)))
+        first = self.seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
 
 
-def _frozen(value: Any) -> Any:
-    """A value to look things up by; 1 and 1.0 are different ones."""
+def _hashable(value: object) -> object:
+    """Return a key that is equal for equal values of equal types: 1 and 1.0 differ."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(_frozen, value))
+        return tuple(map(_hashable, value))
     if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
-    return type(value), value if isinstance(value, (fx.Node, *NUMBERS)) else repr(value)
+        return tuple((key, _hashable(item)) for key, item in sorted(value.items()))
+    if isinstance(value, (fx.Node, bool, int, float)):
+        return type(value), value
+    return type(value), repr(value)
 
 
-class _Constants:
-    """What depends on shapes alone is computed here, once: the gradient of a loss in itself, and what comes of it.
+class _FoldConstants:
+    """Computes once, while tracing, what depends on shapes alone.
 
-    What only led to such a shape is not computed at all: a loss of which the gradient alone is used. least: leave those
-    that are below it where they are.
+    An example is the gradient of a loss with respect to itself, and what follows from it. What only
+    led to such a shape is then not computed at all: a loss whose gradient alone is used.
+
+    Args:
+        module: holds the constants.
+        least: constants whose entries are all smaller are left as they are.
     """
 
     def __init__(self, module: fx.GraphModule, least: int = 0) -> None:
-        self.module, self.least, self.known = module, least, dict[fx.Node, Tensor]()
+        self.module = module
+        self.least = least
+        self.known: dict[fx.Node, Tensor] = {}
 
     def __call__(self, graph: fx.Graph, node: fx.Node) -> None:
-        form, sources = node.meta.get("val"), node.all_input_nodes
-        if not isinstance(form, Tensor) or form.numel() > LARGEST_CONSTANT:
-            return
-        if node.target in FILLS:
-            value = torch.full(form.shape, FILLS[node.target], dtype=form.dtype, device=form.device)
-        elif getattr(node.target, "overloadpacket", None) in SOURCES or (
-            sources and all(source in self.known for source in sources)
-        ):
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.known.__getitem__)
-            value = node.target(*args, **kwargs)  # type: ignore[operator]
-        else:
+        value = self._value(node)
+        if value is None:
             return
         self.known[node] = value
         if self.least and not (value.double().abs() >= self.least).any():
@@ -285,13 +324,27 @@ class _Constants:
         name = f"constant_{len(self.known)}"
         setattr(self.module, name, value)
         with graph.inserting_before(node):
-            constant = graph.create_node(
-                "get_attr", name
-            )  # graph.get_attr wants buffers, which are slow to look up
-            copy = graph.call_function(
-                aten.clone.default, (constant,)
-            )  # to hand out: nobody else may hold a constant
+            # `graph.get_attr` wants buffers, which are slow to look up.
+            constant = graph.create_node("get_attr", name)
+            # Results are copies: a caller that changes one must not change the constant.
+            copy = graph.call_function(aten.clone.default, (constant,))
         constant.meta.update(node.meta)
         self.known[constant] = value
         node.replace_all_uses_with(constant, delete_user_cb=lambda user: user.op != "output")
         node.replace_all_uses_with(copy)
+
+    def _value(self, node: fx.Node) -> Tensor | None:
+        """Return what a node computes if that is a constant of moderate size."""
+        fake = node.meta.get("val")
+        if not isinstance(fake, Tensor) or fake.numel() > MAX_CONSTANT_SIZE:
+            return None
+        if node.target in FILL_VALUES:
+            fill = FILL_VALUES[node.target]
+            return torch.full(fake.shape, fill, dtype=fake.dtype, device=fake.device)
+        inputs = node.all_input_nodes
+        from_constants = bool(inputs) and all(source in self.known for source in inputs)
+        from_numbers = getattr(node.target, "overloadpacket", None) in CONSTANT_SOURCES
+        if not from_constants and not from_numbers:
+            return None
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.known.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator, no-any-return]

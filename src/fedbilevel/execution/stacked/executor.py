@@ -1,4 +1,4 @@
-"""The stacked executor: tasks of equal shape run together, in chunks that stay under a limit of memory."""
+"""The stacked executor: runs the tasks of many clients together."""
 
 from __future__ import annotations
 
@@ -12,54 +12,82 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import ranks
-from fedbilevel.core.devices import constant, sent
+from fedbilevel.core.devices import constant, to_device
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import nbytes
-from fedbilevel.execution._draws import SIDES, STAGE_STREAM
+from fedbilevel.execution._batches import SIDES, STAGE_STREAM
 from fedbilevel.execution._meter import Meter
 from fedbilevel.execution.executor import Executor
-from fedbilevel.execution.lift import Lift, lifted, single, stacked
-from fedbilevel.execution.memories import Memories, joined, phase_memory, stage_memory
-from fedbilevel.execution.stacked._batches import shape
-from fedbilevel.execution.stacked._graphs import Graphs
-from fedbilevel.execution.stacked._graphs import kinds as input_kinds
-from fedbilevel.execution.stacked._inputs import Inputs, stacked_values
-from fedbilevel.execution.stacked._parts import Parts
-from fedbilevel.execution.stacked._program import Given, StackProgram
-from fedbilevel.execution.stacked._samples import Samples
+from fedbilevel.execution.memories import (
+    Memories,
+    Memory,
+    join_memories,
+    phase_memory,
+    pop_memory,
+    stage_memory,
+)
+from fedbilevel.execution.stacked._batches import batch_shape
+from fedbilevel.execution.stacked._cuda_graphs import CudaGraphs, signature
+from fedbilevel.execution.stacked._inputs import InputBuilder, StackInputs, stack_values
+from fedbilevel.execution.stacked._program import ProgramCosts, StackProgram
+from fedbilevel.execution.stacked._samples import SampleStore
+from fedbilevel.execution.stacked._steps import StepRunner
+from fedbilevel.execution.vectorize import ApplyToStack, apply_to_one, apply_vmap, vectorized
+from fedbilevel.federation.kinds import reply_mismatch
 from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.replies import wrong_form
-from fedbilevel.federation.stages import encoded
+from fedbilevel.federation.stages import encode_values
 from fedbilevel.federation.task import (
     ClientError,
     Results,
     Sums,
     Task,
-    by_broadcast,
+    Values,
+    concurrent_groups,
     first_line,
-    form_of,
-    in_turns,
+    group_by_broadcast,
     on_client,
+    shape_key,
 )
 
-RECORD_FROM = 2  # uses of a task
-STACK_BELOW = 1e7  # operations of a client's largest convolution
+CAPTURE_FROM = 2  # uses of a task on a GPU before it is captured
+STACK_BELOW = 1e7  # operations of a client's largest convolution, on a CPU
 
 
 class StackedExecutor(Executor):
-    """Runs tasks of equal batch shape together, in chunks that stay under `memory` bytes.
+    """Runs the tasks of many clients together, as stacks under `torch.func.vmap`.
 
-    On a CPU, clients whose convolutions are large run one by one. On a GPU samples are pooled and whole tasks recorded;
-    replies that the server only sums are added up there, without waiting for it.
+    Tasks whose batches, messages and memories have equal shapes form a group. A group is cut into
+    chunks that stay under `memory` bytes. Results agree with those of `ReferenceExecutor` up to
+    rounding; draws and costs are the same.
+
+    On a CPU, clients with large convolutions run one by one, because a stack of convolutions is
+    slower there. On a GPU, samples are pooled, tasks are captured as CUDA graphs, and replies that
+    the server only sums are summed there, without waiting for the GPU.
 
     Args:
         problem: the losses and the shapes of x and y.
-        clients: the data of each client; a lazy sequence is asked only for those at work.
-        batch_size: samples per mini-batch; None is the full batch.
+        clients: the data of each client; of a lazy sequence only the clients of the tasks are read.
+        batch_size: samples per mini-batch; None for the full batch.
         device: where clients compute.
-        memory: bytes that a chunk may take, and bytes of what clients remember that are held in memory.
-        compile: whether recorded tasks go through PyTorch's compiler.
+        memory: bytes that a chunk may take, and also bytes of client memories that are cached.
+        compile: whether captured tasks go through PyTorch's compiler.
+
+    Attributes:
+        memories: what each client remembers.
+        footprints: the bytes that one client takes in a stack, by kind of task.
+
+    Example:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> federation = fb.simulated_federation(task.problem, task.clients)
+        >>> type(federation.transport.executor).__name__
+        'StackedExecutor'
+        >>> x, y = task.problem.start
+        >>> descend = fb.algorithms.SimFBO().descend()
+        >>> replies = federation.ask(descend, [0, 2], x=x, y=y, z=y)
+        >>> len(replies)
+        2
     """
 
     def __init__(
@@ -79,98 +107,111 @@ class StackedExecutor(Executor):
         self.memory = memory
         self.on_gpu = device != "cpu"
         self.memories = Memories(device, memory)
-        self.footprints: dict[
-            str, int
-        ] = {}  # bytes that a client takes in a stack, by kind of task
-        self.held: dict[int, ClientData] = {}  # the data of the clients that are at work
-        self.graphs = Graphs()
-        self.parts = Parts(problem, self.graphs if self.on_gpu else None, compile)
-        self.storage = Samples(problem, self.parts, memory, device)
-        self.inputs = Inputs(problem, self.storage, batch_size, device)
+        self.footprints: dict[str, int] = {}
+        self.graphs = CudaGraphs()
+        self.step_runner = StepRunner(problem, self.graphs if self.on_gpu else None, compile)
+        self.sample_store = SampleStore(problem, self.step_runner, memory, device)
+        self.inputs = InputBuilder(problem, self.sample_store, batch_size, device)
+        self._data: dict[int, ClientData] = {}  # of the clients of the present tasks
 
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
-        self.held = self._data(tasks)
-        for turn in in_turns(tasks):
-            for chunk in self._chunks(turn):
-                results = self._run_chunk(chunk, sums)
-                phase = chunk[0].broadcast.phase
-                if phase.remembers:
-                    self._remember(results)
-                values, stack = (
-                    (results.sums.totals, ()) if results.sums else (results.values, (len(chunk),))
-                )
-                if why := wrong_form(
-                    values, phase.reply, self.problem, chunk[0].broadcast.submodel, *stack
-                ):
-                    raise TypeError(f"phase {phase.name!r} {why}")
-                yield self._encoded(results) if chunk[0].broadcast.stages else results
+        """Run tasks in chunks, and yield the results of each chunk.
 
-    def _data(self, tasks: Sequence[Task]) -> dict[int, ClientData]:
-        """The data of the clients that are at work."""
-        held: dict[int, ClientData] = {}
+        Args:
+            tasks: client tasks that share one phase.
+            sums: whether the server needs only the sum of the replies; a GPU then returns that.
+
+        Yields:
+            Replies with a leading axis over the tasks of a chunk, or their sums.
+
+        Raises:
+            ClientError: the code of a client failed, or works for every client alone but not in a
+                stack.
+            TypeError: a reply has not the names and shapes that its phase declares.
+        """
+        self._data = self._read_data(tasks)
+        for group in concurrent_groups(tasks):
+            for chunk in self._chunks(group):
+                results = self._run_chunk(chunk, sums)
+                if chunk[0].broadcast.phase.remembers:
+                    self._remember(results)
+                self._check_replies(results)
+                if chunk[0].broadcast.stages:
+                    results = self._encode(results)
+                yield results
+
+    def _read_data(self, tasks: Sequence[Task]) -> dict[int, ClientData]:
+        data: dict[int, ClientData] = {}
         for task in tasks:
             try:
-                held[task.client] = self.problem.paired(self.clients[task.client])
+                data[task.client] = self.problem.validated(self.clients[task.client])
             except Exception:
                 with on_client(task.client, task.broadcast):
                     raise
-        return held
+        return data
 
     def _chunks(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
-        """Tasks that can be stacked, as many as the memory allows; longest first, so that the stack can shrink."""
+        """Yield tasks that can be stacked, as many at a time as the memory allows.
+
+        The longest tasks come first, so that a stack can shrink as tasks finish.
+        """
         groups: dict[tuple[Hashable, int], list[Task]] = defaultdict(list)
-        phases: dict[Phase, int] = {}
-        for broadcast, alike in by_broadcast(tasks).items():
+        phase_numbers: dict[Phase, int] = {}
+        for broadcast, alike in group_by_broadcast(tasks).items():
             phase = broadcast.phase
-            number = phases.setdefault(
-                phase, len(phases)
-            )  # a stack has one phase, with its numbers
+            # A stack has one phase with one set of numbers; footprints do not depend on these.
+            phase_number = phase_numbers.setdefault(phase, len(phase_numbers))
             sides = SIDES[phase.batch]
             epochs = phase.epochs is not None
             remembers = broadcast.remembers
-            size = None if phase.full else self.batch_size
-            same = (broadcast.form, "", "")
+            batch_size = None if phase.full else self.batch_size
+            broadcast_key = (broadcast.shape_key, "", "")
             for task in alike:
-                message = same
-                if task.own or remembers:
-                    message = (
-                        broadcast.form,
-                        form_of(task.own),
-                        form_of(self.memories.get(task.client, {})),
+                message_key = broadcast_key
+                if task.client_message or remembers:
+                    memory_key = shape_key(self.memories.get(task.client, {}))
+                    message_key = (
+                        broadcast.shape_key,
+                        shape_key(task.client_message),
+                        memory_key,
                     )
-                batches = shape(self.held[task.client], sides, size, epochs)
-                groups[(phase.name, batches, message), number].append(task)
+                shape = batch_shape(self._data[task.client], sides, batch_size, epochs)
+                groups[(phase.name, shape, message_key), phase_number].append(task)
         for (kind, _), group in groups.items():
-            size = (
-                1 if len(group) == 1 else max(1, self.memory // self._footprint(repr(kind), group))
-            )
+            size = 1
+            if len(group) > 1:
+                size = max(1, self.memory // self._footprint(repr(kind), group))
             group.sort(key=lambda task: -task.steps)
-            yield from (group[start : start + size] for start in range(0, len(group), size))
+            for start in range(0, len(group), size):
+                yield group[start : start + size]
 
     def _footprint(self, kind: str, group: list[Task]) -> int:
-        """Bytes that a client takes in a stack: two steps of the two largest ones are run and measured."""
+        """Return the bytes that one client takes in a stack.
+
+        They are measured once per kind of task, on two steps of the two clients with most samples.
+        """
         if kind not in self.footprints:
-
-            def samples(task: Task) -> int:
-                client = self.held[task.client]
-                return client.size("train") + client.size("val")
-
-            largest = sorted(group, key=samples)[-2:]
+            largest = sorted(group, key=self._sample_count)[-2:]
             steps = min(2, max(task.steps for task in group))
-            constant.cache_clear()  # what is measured must not depend on what ran before in this process
+            constant.cache_clear()  # what is measured must not depend on what ran before
             with Meter() as meter:
                 self._run_chunk([replace(task, steps=steps) for task in largest], False)
-            # A stack turns convolutions into grouped ones, which are slower on a CPU: there large ones are not stacked.
-            alone = not self.on_gpu and meter.convolution // 2 > STACK_BELOW
-            self.footprints[kind] = self.memory if alone else max(meter.peak_bytes // 2, 1)
+            self.footprints[kind] = max(meter.peak_bytes // 2, 1)
+            # A stack makes grouped convolutions, which are slower on a CPU if they are large.
+            if not self.on_gpu and meter.largest_convolution // 2 > STACK_BELOW:
+                self.footprints[kind] = self.memory
         return self.footprints[kind]
 
+    def _sample_count(self, task: Task) -> int:
+        client = self._data[task.client]
+        return client.size("train") + client.size("val")
+
     def _run_chunk(self, tasks: list[Task], sums: bool) -> Results:
-        """Run a chunk; if it fails as a stack, its members run one by one to name the one that does."""
+        """Run a chunk. If it fails as a stack, run its tasks one by one to name the client."""
         if len(tasks) == 1:
             return self._run_alone(tasks[0], sums)
         try:
-            return self._run_stack(tasks, stacked, sums)
+            return self._run_stack(tasks, apply_vmap, sums)
         except Exception as error:
             for task in tasks:
                 self._run_alone(task, sums)
@@ -181,103 +222,130 @@ class StackedExecutor(Executor):
 
     def _run_alone(self, task: Task, sums: bool) -> Results:
         with on_client(task.client, task.broadcast):
-            return self._run_stack([task], single, sums)
+            return self._run_stack([task], apply_to_one, sums)
 
-    def _run_stack(self, tasks: list[Task], lift: Lift, sums: bool) -> Results:
-        """Run a stack, whose longest tasks come first."""
+    def _run_stack(self, tasks: list[Task], apply: ApplyToStack, sums: bool) -> Results:
+        """Run tasks as one stack; the longest come first."""
         broadcast = tasks[0].broadcast
-        lengths = [task.steps for task in tasks]
-        data = [self.held[task.client] for task in tasks]
-        given, source = self.inputs.gather(
-            tasks, data, [self._recall(task) for task in tasks], sums
-        )
-        program = StackProgram(self.parts, broadcast, lift, source.take, shrink=not self.on_gpu)
-        replies, (spent, size) = self._recorded(program, given) if self.on_gpu else program(given)
-        table = nbytes(source.features) // len(tasks)
-        whole = [
-            cost._replace(peak_bytes=cost.peak_bytes + table).then(source.embedding)
-            for cost in spent
+        data = [self._data[task.client] for task in tasks]
+        memories = [self._recall(task) for task in tasks]
+        inputs, samples = self.inputs.build(tasks, data, memories, sums)
+        program = StackProgram(self.step_runner, broadcast, apply, samples, shrink=not self.on_gpu)
+        if self.on_gpu:
+            replies, program_costs = self._run_captured(program, inputs)
+        else:
+            replies, program_costs = program(inputs)
+        feature_bytes = nbytes(samples.features) // len(tasks)
+        costs_by_steps = [
+            cost._replace(peak_bytes=cost.peak_bytes + feature_bytes).then(samples.embedding)
+            for cost in program_costs.by_steps
         ]
-        costs = [whole[length] for length in lengths]
+        costs = [costs_by_steps[task.steps] for task in tasks]
         if isinstance(replies, Sums):
-            return Results(tasks, costs, size, {}, replies)
-        return Results(tasks, costs, size, replies)
+            return Results(tasks, costs, program_costs.reply_bytes, {}, replies)
+        return Results(tasks, costs, program_costs.reply_bytes, replies)
 
-    def _recorded(self, program: StackProgram, given: Given) -> Any:
-        """Run a program of a GPU, from its third use on from a recording. Uses are in the checkpoint, as of steps."""
-        leaves, form = pytree.tree_flatten(given)
-        name = self.parts.name(
-            (program.broadcast.phase.structure, "task", form, input_kinds(leaves))
-        )
-        if self.parts.used(name) <= RECORD_FROM:
-            return program(given)
-        return self.graphs.run(name, self.storage.addresses(), program, leaves, form)
+    def _run_captured(
+        self, program: StackProgram, inputs: StackInputs
+    ) -> tuple[Values | Sums, ProgramCosts]:
+        """Run a program on a GPU, from its third use on as a CUDA graph.
 
-    def _recall(self, task: Task) -> dict[str, Any]:
-        return (
-            phase_memory(self.memories.get(task.client, {}))
-            if task.broadcast.phase.remembers
-            else {}
-        )
+        Uses are counted in the checkpoint, so that a resumed run captures the same tasks.
+        """
+        leaves, spec = pytree.tree_flatten(inputs)
+        structure = program.broadcast.phase.structure
+        name = self.step_runner.name((structure, "task", spec, signature(leaves)))
+        if self.step_runner.count_use(name) <= CAPTURE_FROM:
+            return program(inputs)
+        return self.graphs.run(name, self.sample_store.addresses(), program, leaves, spec)
+
+    def _recall(self, task: Task) -> Memory:
+        """Return what the phases of a task's client remember."""
+        if not task.broadcast.phase.remembers:
+            return {}
+        return phase_memory(self.memories.get(task.client, {}))
 
     def _remember(self, results: Results) -> None:
-        if "memory" not in results.values:
-            phase = results.tasks[0].broadcast.phase
-            raise TypeError(
-                f"phase {phase.name!r} remembers; its finish must return a memory beside its reply"
-            )
-        memory = results.values.pop("memory")
+        """Move the memories in a stack of replies to their clients."""
+        stack = pop_memory(results.tasks[0].broadcast.phase, results.values)
         for j, task in enumerate(results.tasks):
-            kept = stage_memory(self.memories.get(task.client, {}))
-            self.memories[task.client] = joined(
-                pytree.tree_map(lambda t, j=j: t[j].clone(), memory), kept
-            )
+            of_stages = stage_memory(self.memories.get(task.client, {}))
+            of_phases = _cloned_entry(stack, j)
+            self.memories[task.client] = join_memories(of_phases, of_stages)
 
-    def _encoded(self, results: Results) -> Results:
-        """Replies as they travel, after their stages."""
+    def _check_replies(self, results: Results) -> None:
+        """Refuse replies that have not the names and shapes that their phase declares."""
         broadcast = results.tasks[0].broadcast
-        kinds = broadcast.phase.reply
+        declared = broadcast.phase.reply
+        if results.sums:
+            why = reply_mismatch(results.sums.totals, declared, self.problem, broadcast.submodel)
+        else:
+            why = reply_mismatch(
+                results.values, declared, self.problem, broadcast.submodel, len(results.tasks)
+            )
+        if why:
+            raise TypeError(f"phase {broadcast.phase.name!r} {why}")
 
-        def encode(values: Any, key: Tensor, memory: Any) -> Any:
-            return encoded(broadcast.stages, values, kinds, fold_in(key, STAGE_STREAM), memory)
+    def _encode(self, results: Results) -> Results:
+        """Send replies through their stages; return what travels."""
+        broadcast = results.tasks[0].broadcast
+
+        def encode(values: Values, key: Tensor, memory: Memory) -> tuple[Values, Memory]:
+            stage_key = fold_in(key, STAGE_STREAM)
+            return encode_values(broadcast.stages, values, broadcast.phase.reply, stage_key, memory)
 
         before = [self.memories.get(task.client, {}) for task in results.tasks]
-        memory = stacked_values([stage_memory(each) for each in before], self.inputs.tensor)
-        keys = sent([task.key for task in results.tasks], self.device)
-        payload, kept = lifted(stacked, encode)(results.values, keys, memory)
-        if kept:
-            for j, (task, each) in enumerate(zip(results.tasks, before, strict=True)):
-                own = pytree.tree_map(lambda t, j=j: t[j].clone(), kept)
-                self.memories[task.client] = joined(phase_memory(each), own)
+        memory = stack_values([stage_memory(each) for each in before], self.inputs.tensor)
+        keys = to_device([task.key for task in results.tasks], self.device)
+        payload, stack = vectorized(encode)(results.values, keys, memory)
+        if stack:
+            for j, (task, old) in enumerate(zip(results.tasks, before, strict=True)):
+                of_stages = _cloned_entry(stack, j)
+                self.memories[task.client] = join_memories(phase_memory(old), of_stages)
         return results._replace(values=payload, nbytes=nbytes(payload) // len(results.tasks))
 
     def samples(self, client: int) -> int:
-        return self.problem.paired(self.clients[client]).size("train")
+        """Return the number of training samples that a client holds."""
+        return self.problem.validated(self.clients[client]).size("train")
 
     def mark(self) -> dict[str, Any]:
-        # Chunks round differently: a resumed run must cut the same ones.
+        """Mark the present state, including what determines chunks and traces.
+
+        Chunks of other sizes round differently, so a resumed run must cut the same ones.
+        """
         return {
             "memories": self.memories.mark(),
             "footprints": dict(self.footprints),
-            **self.parts.mark(),
+            **self.step_runner.mark(),
         }
 
-    def back(self, mark: Mapping[str, Any]) -> None:
-        self.memories.back(mark["memories"])
-        self.footprints = dict(
-            mark.get("footprints", {})
-        )  # the reference executor leaves none in a checkpoint
-        self.parts.back(mark)
+    def rollback(self, mark: Mapping[str, Any]) -> None:
+        """Return to the state at the mark."""
+        self.memories.rollback(mark["memories"])
+        # A checkpoint that `ReferenceExecutor` wrote has no footprints.
+        self.footprints = dict(mark.get("footprints", {}))
+        self.step_runner.rollback(mark)
 
     def snapshot(self) -> dict[str, Any]:
-        return {**self.mark(), "memories": self.memories.save()}
+        """Return the present state for a checkpoint."""
+        return {**self.mark(), "memories": self.memories.snapshot()}
 
     def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
-        """Of every rank; with another number of ranks other clients are stacked, and what the first rank had not
-        measured is measured again."""
-        self.memories.restore([snapshot["memories"] for snapshot in snapshots])
-        own = snapshots[ranks.rank() if len(snapshots) == ranks.size() else 0]
-        self.back({**own, "memories": self.memories.mark()})
+        """Return to the state of a checkpoint, given the snapshots of all ranks.
 
-    def keep_in(self, folder: Path) -> None:
+        With another number of ranks other clients are stacked. Each rank then starts from what the
+        first rank had measured, and measures the rest again.
+        """
+        self.memories.restore([snapshot["memories"] for snapshot in snapshots])
+        rank = ranks.rank() if len(snapshots) == ranks.size() else 0
+        self.rollback({**snapshots[rank], "memories": self.memories.mark()})
+
+    def store_in(self, folder: Path) -> None:
+        """Keep what clients remember in a file in `folder`."""
         self.memories.folder = folder
+
+
+def _cloned_entry(stack: Values, j: int) -> Memory:
+    """Return the values of one client of a stack; a view would keep the whole stack alive."""
+    entry: Memory = pytree.tree_map(lambda tensor: tensor[j].clone(), stack)
+    return entry

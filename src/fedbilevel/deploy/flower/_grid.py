@@ -1,0 +1,66 @@
+"""Flower's grid, one message at a time: push a message to a node, pull the reply of the node."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import httpx
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedbilevel.deploy.flower.wire import Values, WireError, decode, one_line
+
+REPLY_POLL_S = 0.02  # seconds between two looks for replies
+
+# Flower's codes of replies without content.
+EXPIRED_CODE = 3  # the message has expired, or its reply was announced and never sent
+NODE_DIED_CODES = (4, 5, 8)  # the node or its process ended with the message: it can be sent again
+UNREADABLE_CODE = -1  # ours: Flower itself cannot read what the node has sent
+
+
+class NodeReply(NamedTuple):
+    """The reply of a node: its content, or the error code and the reason why there is none."""
+
+    content: RecordDict | None
+    error_code: int | None = None
+    reason: str = ""
+
+    def decode(self) -> Values:
+        """Return the values of the reply; raise a `WireError` if there are none."""
+        if self.content is None:
+            raise WireError(self.reason or f"Flower reports error {self.error_code}")
+        return decode(self.content)
+
+
+class GridConnection:
+    """Pushes and pulls single messages, so that one unreadable reply does not affect another."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def push(self, message: Message) -> str | None:
+        """Send a message to its node; return Flower's id of it, None if the node has left."""
+        message_ids = list(self.grid.push_messages([message]))
+        if not message_ids:
+            return None
+        return message_ids[0] or None
+
+    def pull(self, message_id: str) -> NodeReply | None:
+        """Return the reply to a message, None if there is none yet."""
+        try:
+            replies = list(self.grid.pull_messages([message_id]))
+            if not replies:
+                return None
+            reply = replies[0]
+            if reply.has_error():
+                return NodeReply(None, reply.error.code, one_line(reply.error.reason))
+            return NodeReply(reply.content)
+        except httpx.HTTPError:
+            raise  # the SuperLink cannot be reached: no fault of the node
+        except Exception as error:  # Flower inflates here whatever the node has sent
+            reason = f"the message cannot be read ({type(error).__name__})"
+            return NodeReply(None, UNREADABLE_CODE, reason)
+
+    def node_names(self) -> dict[int, str]:
+        """Return the nodes that are connected, each with the name its key is registered under."""
+        return {info.node_id: info.name for info in self.grid.get_nodes()}

@@ -1,0 +1,132 @@
+"""Replies of clients to tasks and to requests for their losses, read without trusting them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+import torch
+from flwr.app import Message, RecordDict
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedbilevel.core import checks
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import Tree, nbytes
+from fedbilevel.deploy.flower._grid import REPLY_POLL_S, NodeReply
+from fedbilevel.deploy.flower._members import Members
+from fedbilevel.deploy.flower.wire import Values, WireError, one_line
+from fedbilevel.federation.replies import log
+from fedbilevel.federation.task import Results, Task, TaskCost
+from fedbilevel.federation.transport import Arrived, Rejected
+
+MAX_COST = 2**62
+
+
+def read_task_reply(
+    task: Task, reply: NodeReply, problem: Problem, device: str
+) -> Arrived | Rejected:
+    """Decode the reply to a client task, or reject it with a reason.
+
+    Checked here: that the reply is to this task, that its values are tensors of a known dtype, and
+    its cost. The federation checks shapes, and whether values are finite, as in a simulation.
+    """
+    try:
+        message = reply.decode()
+        number = checks.integer("number", message["number"], least=0)
+        if number != task.number:
+            raise WireError(f"the reply is to task {number}, not to task {task.number}")
+        values = _check_tensors(message["values"])
+        if not task.broadcast.stages:  # the payload of a stage may have any structure and dtype
+            _check_dtypes(values, next(iter(problem.x.values())).dtype)
+        cost = _read_cost(message["cost"])
+    except KeyError as error:
+        return Rejected(task.client, f"the reply has no {error}", task)
+    except (ValueError, TypeError, IndexError) as error:
+        return Rejected(task.client, one_line(error), task)
+    stack = pytree.tree_map(lambda tensor: tensor.to(device).unsqueeze(0), values)
+    return Arrived(Results([task], [cost], nbytes(values), stack))
+
+
+def _check_tensors(values: object) -> Values:
+    if not isinstance(values, dict):
+        raise WireError("the reply holds values that are not tensors")
+    if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values)):
+        raise WireError("the reply holds values that are not tensors")
+    if not all(isinstance(name, str) for name in values):
+        raise WireError("the reply has a name that is not a string")
+    return values
+
+
+def _check_dtypes(values: Mapping[str, object], dtype: torch.dtype) -> None:
+    allowed = {dtype, torch.float64, torch.float32, torch.int64}
+    for name, value in values.items():
+        if not isinstance(value, (Tree, Tensor)):
+            raise WireError("the reply holds values that are not tensors")
+        for tensor in pytree.tree_leaves(value):
+            if tensor.dtype not in allowed:
+                raise WireError(f"the reply holds {name!r} as {tensor.dtype}")
+
+
+def _read_cost(cost: Mapping[str, object]) -> TaskCost:
+    counts = {}
+    for name in TaskCost._fields:
+        counts[name] = checks.integer(name, cost[name], least=0, most=MAX_COST)
+    return TaskCost(**counts)
+
+
+def collect_losses(
+    members: Members, request: RecordDict, clients: Collection[int], deadline_s: float
+) -> dict[int, tuple[float, float]]:
+    """Ask clients for their losses, and wait for the answers.
+
+    Args:
+        members: knows the node of each client.
+        request: the content of the message.
+        clients: whom to ask; all of them are present.
+        deadline_s: seconds in which they must answer.
+
+    Returns:
+        The upper and the lower loss of each client that answered in time with numbers.
+    """
+    waiting: dict[int, tuple[str, int]] = {}
+    for client in clients:
+        node = members.node_of[client]
+        message_id = members.grid.push(Message(request, node, "evaluate", ttl=deadline_s))
+        if message_id is not None:
+            waiting[client] = (message_id, node)
+    deadline = time.monotonic() + deadline_s
+    losses: dict[int, tuple[float, float]] = {}
+    while waiting and time.monotonic() < deadline:
+        for client, (message_id, node) in list(waiting.items()):
+            reply = members.grid.pull(message_id)
+            if reply is not None:
+                del waiting[client]
+                pair = _read_losses(client, reply)
+                if pair is not None:
+                    losses[client] = pair
+            elif members.node_of.get(client) != node:  # it has left
+                del waiting[client]
+        members.refresh()
+        time.sleep(REPLY_POLL_S)
+    for client, (_, node) in waiting.items():
+        log.warning("client %d did not report its losses in time", client)
+        members.remove(client, node)
+    return losses
+
+
+def _read_losses(client: int, reply: NodeReply) -> tuple[float, float] | None:
+    try:
+        values = reply.decode()
+        upper = _check_loss("upper", values["upper"])
+        lower = _check_loss("lower", values["lower"])
+    except (ValueError, TypeError, KeyError) as error:
+        log.warning("client %d did not report its losses: %s", client, one_line(error))
+        return None
+    return upper, lower
+
+
+def _check_loss(level: str, value: object) -> float:
+    if not isinstance(value, float):  # an int may be too large to become a float
+        raise TypeError(f"its {level} loss is {value!r:.40}; it must be a number")
+    return checks.number(f"its {level} loss", value)

@@ -1,0 +1,121 @@
+"""CUDA graphs: programs captured once on a GPU and replayed.
+
+Launching a small kernel takes longer than running it; a graph launches all kernels of a program at
+once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+log = logging.getLogger("fedbilevel")
+
+MAX_GRAPHS = 32  # graphs that are kept; each holds the memory that its program works in
+
+Leaf = Any  # a tensor or a plain value
+Program = Callable[[Any], tuple[Any, Any]]  # nested inputs -> (nested tensors, a plain value)
+
+
+class CapturedProgram(NamedTuple):
+    """The graph of a program, the tensors that it reads and writes, and its plain result."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    output_spec: pytree.TreeSpec
+    plain_result: object
+
+
+class CudaGraphs:
+    """Captures and replays programs.
+
+    A program is a function of nested tensors and plain values that returns nested tensors and one
+    plain value. It is captured for the shapes of its tensors and for its plain values, and must do
+    nothing but launch kernels. A program that does more, such as copying from the CPU or branching
+    on a tensor, cannot be captured; it then runs as it is, which is logged.
+
+    Attributes:
+        captured: the captured programs; None for one that cannot be captured.
+        capturing: whether a program is being captured now.
+    """
+
+    def __init__(self) -> None:
+        self.captured: dict[Hashable, CapturedProgram | None] = {}
+        self.capturing = False
+
+    def run(
+        self,
+        name: str,
+        addresses: Hashable,
+        program: Program,
+        leaves: Sequence[Leaf],
+        spec: pytree.TreeSpec,
+    ) -> tuple[Any, Any]:
+        """Run a program from its graph, which is captured if there is none yet.
+
+        Args:
+            name: identifies the program and the signature of its inputs.
+            addresses: of the tensors that the program reads beside its inputs.
+            program: the program.
+            leaves: its inputs, flattened.
+            spec: their structure.
+        """
+        key = (name, addresses)
+        if key not in self.captured:
+            self._capture(key, program, leaves, spec)
+        captured = self.captured[key]
+        if captured is None:
+            return program(pytree.tree_unflatten(leaves, spec))
+        torch._foreach_copy_(captured.inputs, _tensors(leaves))
+        captured.graph.replay()
+        outputs = [output.clone() for output in captured.outputs]
+        return pytree.tree_unflatten(outputs, captured.output_spec), captured.plain_result
+
+    def _capture(
+        self, key: Hashable, program: Program, leaves: Sequence[Leaf], spec: pytree.TreeSpec
+    ) -> None:
+        if len(self.captured) >= MAX_GRAPHS:
+            oldest = next(iter(self.captured))
+            del self.captured[oldest]
+        self.capturing = True
+        try:
+            self.captured[key] = capture(program, leaves, spec)
+        except RuntimeError as error:
+            log.info("a task is not captured: %s", str(error).strip().split("\n")[0])
+            self.captured[key] = None
+        finally:
+            self.capturing = False
+
+
+def capture(program: Program, leaves: Sequence[Leaf], spec: pytree.TreeSpec) -> CapturedProgram:
+    """Capture the kernels of a program on copies of its inputs."""
+    copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    inputs = pytree.tree_unflatten(copies, spec)
+    torch.cuda.synchronize()
+    # Libraries create workspaces and handles at first use, which is not allowed while capturing.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        program(inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs, plain_result = program(inputs)
+    output_leaves, output_spec = pytree.tree_flatten(outputs)
+    return CapturedProgram(graph, _tensors(copies), output_leaves, output_spec, plain_result)
+
+
+def signature(leaves: Sequence[Leaf]) -> tuple[object, ...]:
+    """Return what a captured program depends on: shapes of tensors, and all other values."""
+    return tuple(
+        (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+
+
+def _tensors(leaves: Sequence[Leaf]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,45 @@
+"""Apply a function written for one client to a stack of clients.
+
+A stack is a set of tensors whose leading axis runs over clients. Phases, losses and stages are
+written for one client; executors run them on stacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+
+Nested = Any  # tensors in any nest of tuples, dicts and trees
+
+ApplyToStack = Callable[[Callable[..., Nested], Sequence[Tensor]], Nested]
+
+
+def apply_vmap(fn: Callable[..., Nested], stacks: Sequence[Tensor]) -> Nested:
+    """Call `fn`, a function of one client's tensors, on all clients at once under `vmap`."""
+    return vmap(fn)(*stacks)
+
+
+def apply_to_one(fn: Callable[..., Nested], stacks: Sequence[Tensor]) -> Nested:
+    """Call `fn` on a stack of one client without `vmap`; the result is a stack of one."""
+    result = fn(*(stack[0] for stack in stacks))
+    return pytree.tree_map(lambda tensor: tensor.unsqueeze(0), result)
+
+
+def vectorized(
+    fn: Callable[..., Nested], apply: ApplyToStack = apply_vmap
+) -> Callable[..., Nested]:
+    """Turn `fn`, a function of one client's nested values, into a function of stacked ones."""
+
+    def on_stack(*args: Nested) -> Nested:
+        tensors, spec = pytree.tree_flatten(args)
+
+        def on_one(*tensors: Tensor) -> Nested:
+            return fn(*pytree.tree_unflatten(tensors, spec))
+
+        return apply(on_one, tensors)
+
+    return on_stack

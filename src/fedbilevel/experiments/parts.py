@@ -1,0 +1,199 @@
+"""Builds the parts that an experiment names: algorithm, environment, conduct and task.
+
+Their settings are checked against their declarations (`core.settings`). `settings_table` is the way
+back, from a part to the table that describes it completely.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from fedbilevel import algorithms, tasks
+from fedbilevel.algorithms import Algorithm
+from fedbilevel.core import schedules
+from fedbilevel.core.settings import build, declared_settings, read_arguments
+from fedbilevel.experiments.schema import TASK_ARGUMENTS, ConfigError, Experiment, Table
+from fedbilevel.federation import delays, stages
+from fedbilevel.federation.environment import Environment
+
+T = TypeVar("T")
+RUN_ARGUMENTS = ("seed", "data_dir")  # a task's function gets these from the run, not from a table
+
+
+@contextmanager
+def config_errors(source: str, prefix: str = "") -> Iterator[None]:
+    """Turn whatever a block raises into a `ConfigError` that names the experiment."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"{source}: {prefix}{error}") from error
+    except Exception as error:  # from the code of a user's task
+        raise ConfigError(f"{source}: {prefix}{type(error).__name__}: {error}") from error
+
+
+def build_algorithm(source: str, section: str, name: str, settings: Table) -> Algorithm:
+    """Build a registered algorithm; `section` is where the experiment configures it."""
+    with config_errors(source, f"[{section}] "):
+        algorithm_type = algorithms.get(name)
+    return build_settings(source, section, algorithm_type, settings)
+
+
+def build_settings(source: str, section: str, settings_type: type[T], settings: Table) -> T:
+    """Build an object from a table; `section` is where the table stands in the experiment."""
+    with config_errors(source):
+        instance: T = build(settings_type, section, settings)
+    return instance
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskLoader:
+    """The function that makes the task of an experiment, together with its arguments.
+
+    Args:
+        source: the experiment's name or file, for messages.
+        name: the task's name, or module:function.
+        function: the task's function.
+        arguments: all its arguments but those of `RUN_ARGUMENTS`.
+        data_keys: the arguments that are given in the table `data`.
+        seed: the seed of the run.
+    """
+
+    source: str
+    name: str
+    function: Callable[..., tasks.Task]
+    arguments: Table
+    data_keys: tuple[str, ...]
+    seed: int
+
+    @classmethod
+    def from_experiment(cls, source: str, experiment: Experiment) -> Self:
+        """Find the task's function, and check the tables `task` and `data` against it."""
+        from_task = dict(experiment.task)
+        name = from_task.pop("name", None)
+        with config_errors(source):
+            function = find_task(name)
+        from_data = {TASK_ARGUMENTS.get(key, key): value for key, value in experiment.data.items()}
+        for key in from_data.keys() & from_task.keys():
+            raise ConfigError(
+                f"{source}: {key} is given in [task] and in [data]; one of them is enough"
+            )
+        with config_errors(source, f"task {name}: "):
+            declared = declared_settings(function, without=RUN_ARGUMENTS)
+        keys = {TASK_ARGUMENTS.get(key, key): f"data.{key}" for key in experiment.data}
+        with config_errors(source):
+            given = read_arguments(declared, "task", {**from_data, **from_task}, keys)
+        arguments = {setting.name: setting.default for setting in declared} | given
+        return cls(source, name, function, arguments, tuple(from_data), experiment.seed)
+
+    def __call__(self, data_dir: Path | None) -> tasks.Task:
+        """Load the task; `data_dir` is where its data is, if not in the usual place."""
+        from_run = {"seed": self.seed, "data_dir": data_dir}
+        for key in RUN_ARGUMENTS:
+            if key not in inspect.signature(self.function).parameters:
+                del from_run[key]
+        with config_errors(self.source, f"task {self.name}: "):
+            task = self.function(**self.arguments, **from_run)
+        if not isinstance(task, tasks.Task):
+            raise ConfigError(
+                f"{self.source}: task {self.name} made a {type(task).__name__}; "
+                "it must make a fedbilevel.tasks.Task"
+            )
+        return task
+
+    def tables(self) -> Table:
+        """Return the tables `task` and, unless it is empty, `data`, with all arguments."""
+        task = {"name": self.name}
+        for key, value in self.arguments.items():
+            if key not in (*self.data_keys, "data"):
+                task[key] = value
+        data: Table = {}
+        if "data" in self.arguments:
+            data["name"] = self.arguments["data"]
+        for key in self.data_keys:
+            if key != "data":
+                data[key] = self.arguments[key]
+        if data:
+            return {"task": task, "data": data}
+        return {"task": task}
+
+
+def find_task(name: str | None) -> Callable[..., tasks.Task]:
+    """Return the function of a task, by the task's name or as module:function."""
+    if name is None:
+        raise ValueError(
+            f"task is missing; it must name a task ({', '.join(tasks.names())}) "
+            "or be module:function"
+        )
+    if ":" in name:
+        return import_function("task", name)
+    return tasks.get(name)
+
+
+def import_function(setting: str, name: str) -> Callable[..., Any]:
+    """Import a function of the user's code.
+
+    Args:
+        setting: the setting that names the function, for messages.
+        name: module:function; the module may lie in the working folder.
+
+    Returns:
+        The function.
+
+    Raises:
+        ValueError: if it cannot be imported, or is not a function.
+
+    Example:
+        >>> import_function("task", "math:sqrt")(9)
+        3.0
+    """
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        # This is not undone, because the module may import its neighbours later.
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module's code may raise anything
+        raise ValueError(f"{setting} is {name!r}, which cannot be imported: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{setting} is {name!r}, which is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def settings_table(instance: Any) -> Table:
+    """Return the fields of a dataclass as a table from which it can be built again."""
+    table = {}
+    for field in dataclasses.fields(instance):
+        table[field.name] = _to_toml(getattr(instance, field.name))
+    if isinstance(instance, stages.Stage):
+        return {"stage": instance.name, **table}
+    for choice, kinds in (("schedule", schedules.KINDS), ("model", delays.MODELS)):
+        for name, kind in kinds.items():
+            if isinstance(instance, kind):
+                return {choice: name, **table}
+    return table
+
+
+def _to_toml(value: Any) -> Any:
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return [settings_table(entry) for entry in value]
+    if dataclasses.is_dataclass(value):
+        return settings_table(value)
+    return value
+
+
+def environment_table(environment: Environment) -> Table:
+    """Return an environment as a table, without conditions that are off."""
+    table = settings_table(environment)
+    table = {key: value for key, value in table.items() if value not in (None, ())}
+    if isinstance(environment.local_steps, list):
+        table["local_steps"] = {"clients": environment.local_steps}
+    table["batch_size"] = environment.batch_size or "full"
+    return table

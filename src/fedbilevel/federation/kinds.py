@@ -1,0 +1,114 @@
+"""Kinds: what each value of a message or a reply is shaped like.
+
+A phase declares a kind for every value that it replies with (`Phase.reply`). The executor checks a
+reply against its declaration before it leaves the client, and `Replies` checks it again when it
+arrives: a client can send anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodels import Submodel
+from fedbilevel.core.tree import Tree
+
+# Shaped like x, shaped like y, a single number, or a tree with a shape for each of its names.
+Kind = Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]
+
+
+def reply_mismatch(
+    values: Mapping[str, Any],
+    declared: Mapping[str, Kind],
+    problem: Problem,
+    submodel: Submodel | None,
+    *leading: int,
+) -> str | None:
+    """Say how a reply differs from its declaration.
+
+    Args:
+        values: the reply, or a stack of replies.
+        declared: the kind of each value (`Phase.reply`).
+        problem: has the shapes and the dtype of x and y.
+        submodel: the part of the model that the client holds; None is the whole model.
+        *leading: the sizes of the leading axes of a stack; none for a single reply.
+
+    Returns:
+        A phrase that continues "phase ... " or "client ...: ", or None if the reply matches.
+    """
+    if values.keys() != declared.keys():
+        return f"replied with {sorted(values)}; it declares {sorted(declared)}"
+    dtype = next(iter(problem.x.values())).dtype
+    for name, kind in declared.items():
+        value = values[name]
+        expected = {}
+        for key, shape in _kind_shapes(kind, problem, submodel).items():
+            expected[key] = (*leading, *shape)
+        is_scalar = kind == "scalar" and isinstance(value, Tensor)
+        is_tree = kind != "scalar" and isinstance(value, Tree)
+        if not (is_scalar or is_tree) or _shapes(value) != expected:
+            what = repr(kind) if isinstance(kind, str) else "the tree"
+            return f"replied with {name!r} of another shape than {what}, which it declares"
+        if kind in ("x", "y") and any(t.dtype != dtype for t in value.values()):
+            return f"replied with {name!r} of another dtype than {dtype}"
+    return None
+
+
+def templates(
+    kinds: Mapping[str, Kind], problem: Problem, submodel: Submodel | None
+) -> dict[str, Tree]:
+    """For each value that is a tree, a tree with its names, its shapes and the problem's dtype.
+
+    Stages decode a payload into the shapes of its template (`Stage.decode`).
+    """
+    trees = {}
+    for name, kind in kinds.items():
+        if kind == "scalar":
+            continue
+        if isinstance(kind, str):
+            whole = Tree(_variable(kind, problem))
+            trees[name] = submodel.cut(whole) if submodel else whole
+        else:
+            tensor = next(iter(problem.x.values()))
+            trees[name] = Tree({key: tensor.new_zeros(shape) for key, shape in kind.items()})
+    return trees
+
+
+def message_kinds(message: Mapping[str, object], problem: Problem) -> dict[str, Kind]:
+    """The kinds of the values of a message that have the names of x or of y; others have none."""
+    kinds: dict[str, Kind] = {}
+    for name, value in message.items():
+        if isinstance(value, Tree) and value.keys() == problem.x.keys():
+            kinds[name] = "x"
+        elif isinstance(value, Tree) and value.keys() == problem.y.keys():
+            kinds[name] = "y"
+    return kinds
+
+
+def _variable(kind: str, problem: Problem) -> Mapping[str, Tensor]:
+    if kind == "x":
+        return problem.x
+    return problem.y
+
+
+def _kind_shapes(
+    kind: Kind, problem: Problem, submodel: Submodel | None
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a value of this kind; a scalar is a tensor without a name."""
+    if not isinstance(kind, str):
+        return {name: tuple(shape) for name, shape in kind.items()}
+    if kind == "scalar":
+        return {"": ()}
+    whole = _variable(kind, problem)
+    if submodel is None:
+        return _shapes(whole)
+    return submodel.shapes(whole)
+
+
+def _shapes(value: Tensor | Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    if isinstance(value, Tensor):
+        return {"": tuple(value.shape)}
+    return {name: tuple(tensor.shape) for name, tensor in value.items()}

@@ -1,0 +1,74 @@
+"""Stacks of replies: values of several clients along a leading axis, and their weighted sums."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedbilevel.core.tree import Tree
+from fedbilevel.federation.task import Sums, Values
+
+
+def weighted_sum(stack: Values, weights: Tensor, mask: Tensor | None = None) -> Values:
+    """The sum over clients of weight times reply.
+
+    Args:
+        stack: the replies; whole numbers are summed in float64.
+        weights: one weight per client.
+        mask: which clients to count; by default all of them.
+
+    Returns:
+        A value of the shape of one reply.
+    """
+    weights_as = functools.cache(weights.to)  # converted once per device and dtype
+
+    def total(values: Tensor) -> Tensor:
+        rows = _rows(values)
+        if mask is not None:
+            rows = rows.where(mask.unsqueeze(1), 0.0)
+        return (weights_as(rows.device, rows.dtype) @ rows).reshape(values.shape[1:])
+
+    return pytree.tree_map(total, stack)  # type: ignore[no-any-return]
+
+
+def sum_finite(stack: Values, weights: Tensor, steps: Tensor) -> Sums:
+    """The weighted sums of those replies that are finite, computed without waiting for a GPU."""
+    norms = []
+    for tensor in pytree.tree_leaves(stack):
+        norms.append(torch.linalg.vector_norm(_rows(tensor), torch.inf, 1).double())
+    finite = torch.stack(norms).isfinite()
+    accepted = finite.all(0)
+    accepted_weights = weights.where(accepted, 0.0)
+    totals = weighted_sum(stack, weights, accepted)
+    return Sums(totals, accepted_weights @ steps.double(), accepted.sum(), finite)
+
+
+def reply_at(stack: Values, index: int) -> Values:
+    """The reply of one client; a copy, because a view would keep the whole stack in memory."""
+
+    def entry(tensor: Tensor) -> Tensor:
+        return tensor[index].clone()
+
+    reply = {}
+    for name, value in stack.items():
+        if isinstance(value, Tree):
+            reply[name] = value.map(entry)
+        else:
+            reply[name] = pytree.tree_map(entry, value)
+    return reply
+
+
+def stack_replies(replies: Sequence[Values]) -> Values:
+    """The replies of several clients as a stack."""
+    return pytree.tree_map(lambda *tensors: torch.stack(tensors), *replies)  # type: ignore[no-any-return]
+
+
+def _rows(values: Tensor) -> Tensor:
+    """One row of floating-point numbers per client."""
+    if not values.is_floating_point():
+        values = values.double()
+    return values.reshape(len(values), -1)

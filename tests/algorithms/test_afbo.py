@@ -1,0 +1,326 @@
+"""AFBO: synchronous without delays; right with delays, losses, NaN and lost memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedbilevel as fb
+from fedbilevel.algorithms.afbo import AFBO, NO_REPLIES, LatestReplies, State
+from fedbilevel.federation import Federation, Reply
+from fedbilevel.federation.delays import Constant, Faults, LogNormal, Pareto, Stragglers
+from fedbilevel.runs.run import Run
+
+# Tiny local steps, so that the fixed point is that of the problem.
+STEPS: dict[str, Any] = {
+    "server_lr_x": 0.05,
+    "server_lr_y": 0.25,
+    "server_lr_z": 0.25,
+    "lr_x": 1e-10,
+    "lr_y": 1e-10,
+    "lr_z": 1e-10,
+}
+UNEQUAL_SPEEDS: dict[str, Any] = {
+    "delay": LogNormal(1.0, 0.5),
+    "stragglers": Stragglers(2, 5.0),
+    "participation": 2,
+}
+FAULTS = Faults(drop=0.1, duplicate=0.1, corrupt=0.1, leave=0.1, away_s=4.0)
+
+
+@pytest.fixture
+def task() -> Any:
+    return fb.tasks.load("quadratic", clients=6, condition=3.0, seed=3)
+
+
+def start(task: Any, method: AFBO, **environment: Any) -> Run:
+    fed = fb.simulated_federation(task.problem, task.clients, fb.Environment(**environment))
+    return Run(method, fed, {})
+
+
+def advance(run: Run, iterations: int) -> Run:
+    for _ in range(iterations):
+        run.advance()
+    return run
+
+
+def relative_gradient(task: Any, run: Run) -> float:
+    """The norm of the true hypergradient, relative to that at the start."""
+    at_start = task.gradient(task.problem.x)["x"].norm()
+    return float(task.gradient(run.state.x)["x"].norm() / at_start)
+
+
+@pytest.mark.parametrize("memory", ["server", "client"])
+def test_without_delays_and_with_everyone_it_is_shrofbo(task: Any, memory: Any) -> None:
+    """ShroFBO multiplies its server steps by the mean number of local steps, here 2."""
+    local = {"lr_x": 0.02, "lr_y": 0.1, "lr_z": 0.1}
+    server = {"server_lr_x": 0.06, "server_lr_y": 0.4, "server_lr_z": 0.4}
+    steps = [1, 2, 3, 1, 2, 3]
+    run = start(task, AFBO(**local, **server, memory=memory), local_steps=steps)
+    ours = advance(run, 12).state
+    environment = fb.Environment(local_steps=steps)
+    halved = {name: value / 2 for name, value in server.items()}
+    shrofbo = fb.algorithms.ShroFBO(**local, **halved)
+    theirs = fb.solve(task.problem, task.clients, shrofbo, rounds=12, environment=environment)
+    torch.testing.assert_close(ours.x["x"], theirs.x["x"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(ours.y["y"], theirs.y["y"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("changes", [{}, {"memory": "client"}, {"inner_rounds": 3}], ids=str)
+def test_with_unequal_speeds_it_goes_to_the_true_solution(task: Any, changes: Any) -> None:
+    run = start(task, AFBO(**STEPS, **changes), local_steps=(1, 3), **UNEQUAL_SPEEDS)
+    advance(run, 350)
+    assert run.fed.records()["max_staleness"] > 5
+    assert relative_gradient(task, run) < 1e-2
+
+
+class AverageOfArrivals(AFBO):
+    """The rule of AFA-CD: forget all replies but those that have just arrived."""
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        return super().iterate(s._replace(latest=NO_REPLIES), fed)
+
+
+def test_averaging_whatever_arrives_solves_the_problem_of_the_fast(task: Any) -> None:
+    run = start(task, AverageOfArrivals(**STEPS), **UNEQUAL_SPEEDS)
+    assert relative_gradient(task, advance(run, 250)) > 0.05
+
+
+def test_delay_aware_steps_are_divided_by_one_plus_the_mean_age(task: Any) -> None:
+    """With 6 clients, equal delays and 2 arrivals per iteration, ages are 0, 0, 1, 1, 2 and 2."""
+    method = AFBO(**STEPS, delay_aware=True)
+    run = advance(start(task, method, delay=Constant(1.0), participation=2), 4)
+    latest = LatestReplies(*run.state.latest)
+    ages = [run.fed.iteration - 1 - asked for asked, _ in latest.replies.values()]
+    assert latest.mean_age(run.fed.iteration - 1) == sum(ages) / 6 > 0
+    before = run.state
+    run.advance()
+    latest = LatestReplies(*run.state.latest)
+    moved = (before.y["y"] - run.state.y["y"]) * (1 + latest.mean_age(4)) / STEPS["server_lr_y"]
+    torch.testing.assert_close(moved, latest.mean("hy", run.state.y)["y"], rtol=0, atol=1e-12)
+
+
+def replies_of(*values: tuple[int, float]) -> Any:
+    """Replies of clients of weight 1, each with one number."""
+    found = []
+    for position, (client, value) in enumerate(values):
+        tree = fb.Tree(x=torch.tensor([value]))
+        found.append(Reply(position, client, 1, 1.0, 0, {"hx": tree}))
+    return found
+
+
+def test_the_sums_forget_the_rounding_of_a_large_reply() -> None:
+    latest = LatestReplies(*NO_REPLIES)
+    latest = latest.with_replies(replies_of((0, 1.0), (1, 1.0), (2, 1.0)), 0)
+    for value in (1e9, 1.0):
+        latest = latest.with_replies(replies_of((0, value)), 1)
+    assert float(latest.mean("hx", fb.Tree(x=torch.zeros(1)))["x"]) == 1.0
+
+
+@pytest.mark.parametrize("memory", ["server", "client"])
+def test_a_client_that_sends_nan_once_is_heard_again(task: Any, memory: Any) -> None:
+    """The NaN of one iteration must not stay in what a client remembers."""
+    factor = 1.0
+
+    def lower(x: fb.Tree, y: fb.Tree, batch: Any) -> Tensor:
+        return task.problem.lower(x, y, batch, ()) * factor  # type: ignore[no-any-return]
+
+    problem = dataclasses.replace(task.problem, lower=lower)
+    fed = fb.simulated_federation(problem, task.clients, mode="loop")
+    run = Run(AFBO(**STEPS, memory=memory), fed, {})
+    for t in range(5):
+        factor = float("nan") if t == 2 else 1.0
+        run.advance()
+    assert fed.ledger.refused_replies == 6
+    assert LatestReplies(*run.state.latest).mean_age(4) == 0
+    assert torch.isfinite(run.state.x["x"]).all()
+
+
+def test_a_number_is_not_used_twice(task: Any) -> None:
+    """A client that loses its memory and then a reply must not mistake an old acknowledgement.
+
+    The acknowledgement of a reply from before is not one of the reply that was lost.
+    """
+    run = advance(start(task, AFBO(**STEPS, memory="client")), 3)
+    other = advance(start(task, AFBO(**STEPS)), 3)
+    memories = run.fed.transport.executor.memories  # type: ignore[attr-defined]
+    memories.clear()
+    for each in (run, other):
+        outcomes = each.fed.transport.outcomes  # type: ignore[attr-defined]
+        outcomes.faults = Faults(drop=0.9)
+        each.advance()
+        assert each.fed.ledger.lost_tasks > 0
+        outcomes.faults = None
+        advance(each, 3)
+    latest = LatestReplies(*run.state.latest)
+    assert len(latest.replies) == len(LatestReplies(*other.state.latest).replies) == 6
+    torch.testing.assert_close(run.state.x["x"], other.state.x["x"], rtol=0, atol=0.2)
+    mean = torch.stack([memories[i]["latest"]["hx"]["x"] for i in range(6)]).mean(0)
+    torch.testing.assert_close(latest.mean("hx", run.state.x)["x"], mean, rtol=0, atol=1e-12)
+
+
+def test_x_moves_once_in_inner_rounds(task: Any) -> None:
+    run = start(task, AFBO(**STEPS, inner_rounds=3))
+    moved = []
+    for _ in range(7):
+        before = run.state.x["x"]
+        run.advance()
+        moved.append(not torch.equal(before, run.state.x["x"]))
+    assert moved == [False, False, True, False, False, True, False]
+
+
+def fixed_point(task: Any, p: Any) -> Tensor:
+    """Where grad_x F + B' p(x) = 0, for an estimate p that is linear in grad_y F."""
+    A, B, c, e, t, D = task._means("uniform")
+
+    def direction(x: Tensor) -> Tensor:
+        y = torch.linalg.solve(A, B @ x + c)
+        return x - t + D.T @ y + B.T @ p(A, y - e + D @ x)
+
+    at_zero = direction(torch.zeros_like(t))
+    columns = [direction(v) - at_zero for v in torch.eye(len(t), dtype=t.dtype)]
+    return torch.linalg.solve(torch.stack(columns, dim=1), -at_zero)
+
+
+@pytest.mark.parametrize("terms", [2, 12])
+def test_neumann_goes_to_its_truncated_solution(task: Any, terms: int) -> None:
+    def p(A: Tensor, v: Tensor) -> Tensor:
+        factor = torch.eye(4) - A
+        return sum(torch.linalg.matrix_power(factor, k) @ v for k in range(terms))  # type: ignore[return-value]
+
+    method = AFBO(
+        **STEPS | {"server_lr_x": 0.1},
+        hypergradient="neumann",
+        neumann_lr=1.0,
+        neumann_steps=terms,
+        inner_rounds=4,
+    )
+    run = advance(start(task, method, **UNEQUAL_SPEEDS), 300)
+    torch.testing.assert_close(run.state.x["x"], fixed_point(task, p), rtol=0, atol=1e-3)
+    assert (relative_gradient(task, run) > 0.05) == (terms == 2)
+
+
+def test_the_printed_estimator_loses_the_indirect_term(task: Any) -> None:
+    """With all m factors p tends to 0 as m grows, and x to the minimiser of the direct term."""
+    runs = {}
+    for estimator in ("printed", "random-truncation"):
+        method = AFBO(
+            **STEPS | {"server_lr_x": 0.1},
+            hypergradient=estimator,  # type: ignore[arg-type]
+            neumann_lr=1.0,
+            neumann_steps=12,
+            inner_rounds=4,
+        )
+        runs[estimator] = advance(start(task, method), 200)
+
+    def p(A: Tensor, v: Tensor) -> Tensor:
+        return 6 * torch.linalg.matrix_power(torch.eye(4) - A, 6) @ v
+
+    x = runs["printed"].state.x["x"]
+    torch.testing.assert_close(x, fixed_point(task, p), rtol=0, atol=1e-2)
+    printed = relative_gradient(task, runs["printed"])
+    assert printed > 0.3
+    assert relative_gradient(task, runs["random-truncation"]) < 0.5 * printed
+
+
+def test_barriers_are_charged_unless_the_server_is_said_to_know() -> None:
+    task = fb.tasks.load("quadratic", clients=4)
+    settings = STEPS | {"hypergradient": "neumann", "neumann_steps": 5}
+    delay = LogNormal(1.0, 0.5)
+    charged = advance(start(task, AFBO(**settings, aphe="clients"), delay=delay), 1).fed
+    free = advance(start(task, AFBO(**settings, aphe="server"), delay=delay), 1).fed
+    assert charged.ledger.rounds == 1 + 1 + 4 + 1
+    assert set(charged.ledger.phases) == {"inner", "start", "product", "hypergradient"}
+    assert free.ledger.rounds == 1
+    assert set(free.ledger.phases) == {"inner"}
+    assert charged.now > 4 * free.now
+
+
+@pytest.mark.parametrize("faults", [None, FAULTS], ids=["no faults", "faults"])
+@pytest.mark.parametrize("weights", ["uniform", [1, 2, 3, 1, 2, 3]], ids=["uniform", "weights"])
+def test_memory_on_the_clients_gives_the_same_iterates(
+    task: Any, faults: Any, weights: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, logger="fedbilevel")
+    environment = fb.Environment(local_steps=(1, 3), faults=faults, **UNEQUAL_SPEEDS)
+
+    def final_state(memory: Any) -> State:
+        fed = fb.simulated_federation(task.problem, task.clients, environment, weights=weights)
+        state: State = advance(Run(AFBO(**STEPS, memory=memory), fed, {}), 60).state
+        return state
+
+    on_server = final_state("server")
+    on_clients = final_state("client")
+    assert (on_server.x["x"] - task.problem.x["x"]).norm() > 0.1
+    torch.testing.assert_close(on_clients.x["x"], on_server.x["x"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(on_clients.y["y"], on_server.y["y"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(on_clients.z["y"], on_server.z["y"], rtol=0, atol=1e-10)
+    replies = LatestReplies(*on_clients.latest).replies
+    assert all(values == {} for _, values in replies.values()), "the server keeps numbers only"
+
+
+def test_a_client_that_loses_its_memory_makes_the_sums_restart(task: Any) -> None:
+    run = advance(start(task, AFBO(**STEPS, memory="client"), **UNEQUAL_SPEEDS), 100)
+    assert len(LatestReplies(*run.state.latest).replies) == 6
+    memories = run.fed.transport.executor.memories  # type: ignore[attr-defined]
+    del memories[next(iter(memories))]
+    heard = []
+    for _ in range(40):
+        run.advance()
+        heard.append(len(LatestReplies(*run.state.latest).replies))
+    assert min(heard) < 3
+    assert heard[-1] == 6
+    assert run.fed.records()["restarts"] > 0
+    advance(run, 400)
+    assert relative_gradient(task, run) < 1e-2
+
+
+def test_a_run_with_tasks_in_flight_resumes_bit_for_bit(
+    task: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, logger="fedbilevel")
+    environment = fb.Environment(
+        local_steps=(1, 3), delay=Pareto(1.0, 2.0), participation=2, faults=FAULTS
+    )
+
+    def solve(rounds: int, folder: str, resume: bool = False) -> fb.Result:
+        return fb.solve(
+            task.problem,
+            task.clients,
+            AFBO(**STEPS, memory="client"),
+            rounds=rounds,
+            environment=environment,
+            out=tmp_path / folder,
+            resume=resume,
+        )
+
+    solve(23, "stopped")
+    resumed = solve(60, "stopped", resume=True)
+    whole = solve(60, "whole")
+    assert torch.equal(resumed.x["x"], whole.x["x"])
+    assert torch.equal(resumed.y["y"], whole.y["y"])
+    assert resumed.history[-1]["virtual_s"] == whole.history[-1]["virtual_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hypergradient": "exact"}, "hypergradient is 'exact'; it must be one of"),
+        ({"memory": "cloud"}, "memory is 'cloud'; it must be one of"),
+        ({"aphe": "both"}, "aphe is 'both'; it must be one of"),
+        (
+            {"memory": "client", "hypergradient": "neumann"},
+            "hypergradient must be 'linear-system', not 'neumann'",
+        ),
+        ({"inner_rounds": 0}, "inner_rounds is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AFBO(**settings)

@@ -1,0 +1,256 @@
+"""RABO and RAFBO: the bias of local Hessians, estimates by differences, and episodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedbilevel as fb
+from fedbilevel.algorithms.rabo import RABO, RAFBO, GlobalDirections, LocalHypergradient
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Batch
+from fedbilevel.core.rng import fold_in, root
+from fedbilevel.core.tree import Tree, dot, flatten, norm
+from fedbilevel.runs.run import Run
+from tests.support.cases import client_means, hypergradient, neumann, upper_gradient_y, zero_of
+from tests.support.conformance import check_converges
+from tests.support.embedded_net import embedded_net
+
+STEPS: dict[str, Any] = {
+    "lr_x": 0.2,
+    "lr_y": 0.5,
+    "lr_z": 0.5,
+    "lower_steps": 1,
+    "neumann_lr": 1.0,
+    "neumann_steps": 5,
+}
+
+
+def local_phase(method: RABO) -> LocalHypergradient:
+    """The phase in which clients evaluate their local hypergradients."""
+    return method.local_phase(**method.estimates())
+
+
+def cosine(a: Tree, b: Tree) -> float:
+    return float(dot(a, b) / (norm(a) * norm(b)))
+
+
+GLOBAL = [
+    RABO(**STEPS, hypergradient="global"),
+    RAFBO(**STEPS, hypergradient="global", width=1.0),
+]
+
+
+@pytest.mark.parametrize("method", GLOBAL, ids=["rabo", "rafbo"])
+def test_the_global_hypergradient_leads_to_the_true_solution(method: RABO) -> None:
+    check_converges(method, rounds=600)
+
+
+@pytest.mark.parametrize(("radius", "inside"), [(1e-3, True), (1e3, False)])
+def test_z_stays_in_its_ball(radius: float, inside: bool) -> None:
+    task = fb.tasks.load("quadratic", clients=3)
+    method = RABO(hypergradient="global", radius=radius)
+    run = Run(method, fb.simulated_federation(task.problem, task.clients), {})
+    run.advance()
+    assert (float(norm(run.state.z)) < 1.001e-3) == inside
+
+
+def test_local_hypergradients_are_biased_and_global_ones_are_not() -> None:
+    """At (x, y*(x)), with an exact z and Neumann sums that are long enough to be exact."""
+    task: Any = fb.tasks.load("quadratic", clients=6, condition=20.0, heterogeneity=1.0, seed=7)
+    x = Tree(x=torch.ones(5, dtype=torch.float64))
+    y = task.y_star(x)
+    truth = task.gradient(x)
+    exact = RABO(**STEPS | {"neumann_steps": 300}).estimates()
+    fed = fb.simulated_federation(task.problem, task.clients)
+    local = fed.ask(LocalHypergradient(**exact), range(6), x=x, y=y).coverage_mean("h")
+    A, _, _, e, _, D = task._means("uniform")
+    z = Tree(y=torch.linalg.solve(A, y["y"] - e + D @ x["x"]))
+    r = fed.ask(GlobalDirections(**exact), range(6), x=x, y=y, z=z)
+    assert cosine(local, truth) < 0.9
+    assert float(norm(local - truth)) > 0.5 * float(norm(truth))
+    torch.testing.assert_close(r.coverage_mean("dx")["x"], truth["x"], rtol=0, atol=1e-12)
+    assert float(norm(r.coverage_mean("dz"))) < 1e-12
+
+
+def test_a_local_hypergradient_runs_the_backbone_once_per_side() -> None:
+    problem, batch = embedded_net()
+    calls = []
+
+    def counted(x: Tree, data: Any, rng: Any) -> Any:
+        calls.append(1)
+        return problem.embed(x, data, rng)  # type: ignore[misc]
+
+    oracle = Oracle(dataclasses.replace(problem, embed=counted))
+    x, y = problem.start
+    phase = local_phase(RABO(neumann_steps=7))
+    phase.local_hypergradient(oracle, x, y, oracle.embed(x, batch))
+    assert len(calls) == 2
+
+
+def test_the_error_of_directional_differences_is_of_second_order_in_their_width() -> None:
+    problem, batch = embedded_net()
+    x, y = problem.start
+    y = y.map(lambda t: t + 0.5)
+    settings: dict[str, Any] = {"neumann_lr": 0.3, "neumann_steps": 6}
+
+    def estimate(method: RABO) -> Tree:
+        oracle = Oracle(problem)
+        return local_phase(method).local_hypergradient(oracle, x, y, oracle.embed(x, batch))
+
+    exact = estimate(RABO(**settings))
+
+    def error(width: float) -> float:
+        return float(norm(estimate(RAFBO(**settings, width=width)) - exact) / norm(exact))
+
+    assert 3.5 < error(0.2) / error(0.1) < 4.5
+    assert error(3e-3) < 1e-5
+
+
+@pytest.mark.parametrize("dim_x", [3, 30])
+def test_the_cost_of_a_difference_does_not_depend_on_the_size_of_x(dim_x: int) -> None:
+    task = fb.tasks.load("quadratic", clients=2, dim_x=dim_x)
+    run = fb.solve(task.problem, task.clients, RAFBO(**STEPS), rounds=2)
+    assert run.history[-1]["gradients"] == 2 * (1 + 1 + 2 * 4 + 3)
+
+
+ESTIMATES = {
+    "directional": ({"estimator": "directional"}, 2 * 5 + 2),
+    "response": ({"estimator": "response", "directions": 3}, 1 + 5 * (3 + 1)),
+    "printed": ({"estimator": "printed"}, 4),
+    "global": ({"hypergradient": "global"}, 6),
+}
+
+
+@pytest.mark.parametrize(("changes", "gradients"), ESTIMATES.values(), ids=ESTIMATES)
+def test_the_gradients_of_each_estimator(changes: dict[str, Any], gradients: int) -> None:
+    task = fb.tasks.load("quadratic", clients=2)
+    run = fb.solve(task.problem, task.clients, RAFBO(**STEPS, **changes), rounds=2)
+    assert run.history[-1]["gradients"] == 2 * (1 + gradients)
+
+
+def test_the_printed_estimator_ascends() -> None:
+    """Its direction at (x, y*(x)) has a negative product with the true one, and Phi grows.
+
+    f = |y - e|^2 / 2 + |x|^2 / 2 with e far away: the indirect term is nearly all there is.
+    """
+    task: Any = fb.tasks.load(
+        "quadratic", clients=3, dim_x=4, condition=2.0, heterogeneity=0.0, seed=1
+    )
+    clients = []
+    for client in task.clients:
+        e, t, D = client.val
+        clients.append(dataclasses.replace(client, val=(50 * e, 0 * t, 0 * D)))
+    task = dataclasses.replace(task, clients=clients)
+    settings = STEPS | {"lr_x": 1e-3, "lr_y": 0.5, "lower_steps": 50, "neumann_steps": 60}
+    directional = RAFBO(**settings, width=1.0)
+    printed = RAFBO(**settings, width=1.0, estimator="printed")
+
+    def phi_after(method: RABO) -> float:
+        return float(task.phi(fb.solve(task.problem, task.clients, method, rounds=20).x))
+
+    start = float(task.phi(task.problem.x))
+    assert phi_after(RABO(**settings)) < start
+    assert phi_after(directional) < start
+    assert phi_after(printed) > start
+    fed = fb.simulated_federation(task.problem, task.clients)
+    x = Tree(task.problem.x)
+    h = fed.ask(local_phase(printed), range(3), x=x, y=task.y_star(x)).coverage_mean("h")
+    assert cosine(h, task.gradient(x)) < -0.5
+
+
+def test_the_response_of_the_lower_level_has_the_neumann_sum_as_expectation() -> None:
+    task = fb.tasks.load("quadratic", clients=1, dim_x=3, dim_y=2, seed=2)
+    method = RAFBO(neumann_lr=0.7, neumann_steps=4, estimator="response", directions=20)
+    x = Tree(x=torch.tensor([0.3, -1.0, 0.5]).double())
+    y = Tree(y=torch.tensor([0.2, 0.4]).double())
+    client = task.clients[0]
+
+    def draw(key: Tensor) -> Tensor:
+        batch = Batch(client.train, client.val, key)
+        return flatten(local_phase(method).local_hypergradient(Oracle(task.problem), x, y, batch))
+
+    draws = torch.func.vmap(draw)(fold_in(root(1, "response"), torch.arange(400)))
+    mean = draws.mean(0)
+    spread = draws.std(0) / len(draws) ** 0.5
+    (m,) = client_means(task)
+    p = neumann(m[0], upper_gradient_y(m, x["x"], y["y"]), 0.7, 3)
+    expected = hypergradient(m, x["x"], y["y"], p)
+    assert bool((spread < 0.1).all())
+    assert bool(((mean - expected).abs() < 4 * spread).all())
+
+
+PRIVATE = {"rabo": (RABO, {}), "rafbo": (RAFBO, {"width": 1.0})}
+
+
+@pytest.mark.parametrize(("method", "changes"), PRIVATE.values(), ids=PRIVATE)
+def test_with_private_lower_levels_it_solves_the_sum_of_the_clients_problems(
+    method: type[RABO], changes: dict[str, Any]
+) -> None:
+    """Every client is one episode: sum_i grad Phi_i(x) = 0 with Phi_i(x) = f_i(x, y_i*(x))."""
+    task: Any = fb.tasks.load("quadratic", clients=4, condition=1.5, heterogeneity=1.0, seed=3)
+    problem = dataclasses.replace(task.problem, lower_level="private")
+    parts = client_means(task)
+
+    def total(x: Tensor) -> Tensor:
+        slopes = []
+        for m in parts:
+            A, B, c, *_ = m
+            y = torch.linalg.solve(A, B @ x + c)
+            p = torch.linalg.solve(A, upper_gradient_y(m, x, y))
+            slopes.append(hypergradient(m, x, y, p))
+        return torch.stack(slopes).mean(0)
+
+    goal = zero_of(total, 5)
+    settings = STEPS | {"lr_x": 0.4, "lr_y": 1.0, "lower_steps": "20 epochs", "neumann_steps": 20}
+    result = fb.solve(problem, task.clients, method(**settings, **changes), rounds=48)
+    distance = (goal - task.x_star()["x"]).norm()
+    assert float(distance) > 0.1, "the shared problem must have another solution"
+    torch.testing.assert_close(result.x["x"], goal, rtol=0, atol=1e-6)
+    assert result.history[-1]["iteration"] == result.history[-1]["round"] == 48
+
+
+def test_the_shared_start_moves_by_the_mean_displacement_of_the_episodes() -> None:
+    task = fb.tasks.load("quadratic", clients=3, heterogeneity=1.0)
+    problem = dataclasses.replace(task.problem, lower_level="private")
+    x, y = problem.start
+    ends = []
+    for A, B, c, *_ in client_means(task):
+        y_i = y["y"]
+        for _ in range(2):
+            y_i = y_i - 0.5 * (A @ y_i - B @ x["x"] - c)
+        ends.append(y_i)
+    result = fb.solve(problem, task.clients, RABO(**STEPS | {"lower_steps": 2}), rounds=1)
+    torch.testing.assert_close(result.y["y"], torch.stack(ends).mean(0), rtol=0, atol=1e-12)
+
+
+REFUSED = {
+    "one linear system for all": (
+        {"hypergradient": "global"},
+        "hypergradient is 'global'; with a private lower level",
+    ),
+    "the environment's local steps": (
+        {"lower_steps": None},
+        "lower_steps is None; with a private lower level",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_settings_without_a_meaning_for_episodes_are_refused(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    task = fb.tasks.load("quadratic", clients=2)
+    problem = dataclasses.replace(task.problem, lower_level="private")
+    with pytest.raises(ValueError, match=sentence):
+        fb.solve(problem, task.clients, RABO(**changes), rounds=1)
+
+
+def test_the_global_hypergradient_takes_directional_differences_only() -> None:
+    sentence = "estimator is 'printed'; with hypergradient 'global' it must be"
+    with pytest.raises(ValueError, match=sentence):
+        RAFBO(estimator="printed", hypergradient="global")

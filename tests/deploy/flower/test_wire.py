@@ -1,0 +1,100 @@
+"""Messages come back bit for bit, malformed ones are refused, and the overhead is small."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+from fedbilevel.core.tree import Tree
+from fedbilevel.deploy.flower.wire import WireError, decode, encode
+from tests.support.flower import DESCEND, QUADRATIC, FakeGrid, resolve_config
+
+HEADER = {
+    "version": 3,
+    "tensors": [["float32", [2]]],
+    "values": {"dict": [["x", {"tensor": "0"}]]},
+}
+TWO_FLOATS = Array(np.zeros(2, "f4"))
+PICKLED = Array("float32", (2,), "numpy.ndarray", b"\x80\x04N.")
+DEEP_HEADER = '{"version":3,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"
+
+
+def content(header: object, **arrays: Array) -> RecordDict:
+    text = header if isinstance(header, str) else json.dumps(header)
+    return RecordDict({"tensors": ArrayRecord(arrays), "header": ConfigRecord({"json": text})})
+
+
+def test_a_message_comes_back_bit_for_bit() -> None:
+    values = {
+        "x": Tree(
+            w=torch.randn(3, 4, dtype=torch.float64), b=torch.tensor(2.5, dtype=torch.float64)
+        ),
+        "half": torch.randn(5).bfloat16(),
+        "empty": torch.zeros(0, 3),
+        "numbers": (1, -(2**62), 0.1, True, None, "ä"),
+        "nested": {"said": {3: (1, Tree(w=torch.arange(4)))}},
+    }
+    decoded = decode(encode(**values))
+    assert decoded["numbers"] == values["numbers"]
+    assert torch.equal(decoded["x"]["w"], values["x"]["w"])
+    assert decoded["x"]["b"].shape == ()
+    assert torch.equal(decoded["half"], values["half"])
+    assert decoded["empty"].shape == (0, 3)
+    assert torch.equal(decoded["nested"]["said"][3][1]["w"], torch.arange(4))
+
+
+def test_a_dtype_that_cannot_be_sent_is_refused_by_the_sender() -> None:
+    with pytest.raises(TypeError, match=r"holds a torch\.complex64 tensor; it must be one of"):
+        encode(x=torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("malformed", "reason"),
+    [
+        (content("{"), "cannot be read"),
+        (content({**HEADER, "version": 1}, float32=TWO_FLOATS), "version 1; this side reads"),
+        (content(HEADER), "cannot be read"),
+        (
+            content(HEADER, float32=Array(np.zeros(1, "f4"))),
+            "the header declares more float32 values than the payload holds",
+        ),
+        (
+            content(HEADER, float32=Array(np.zeros(3, "f4"))),
+            "the payload holds float32 values that the header does not declare",
+        ),
+        (content(HEADER, float32=Array(np.zeros(2, "f8"))), "holds float64"),
+        (content(HEADER, float32=Array(np.zeros((1, 2), "f4"))), "in 2 dimensions"),
+        (content(HEADER, float32=PICKLED), "cannot be read"),
+        (content({**HEADER, "tensors": [["float32", [-2]]]}, float32=TWO_FLOATS), "shape"),
+        (
+            content({**HEADER, "tensors": [["float32", [0, 2**70]]]}, float32=TWO_FLOATS),
+            "cannot be read",
+        ),
+        (content(HEADER, object=TWO_FLOATS), "array of dtype 'object'"),
+        (content(DEEP_HEADER), "RecursionError"),
+        (content({**HEADER, "tensors": [], "values": 3}), "holds no named values"),
+        (content(" " * (2**20 + 1)), "at most"),
+        (RecordDict({"a": ConfigRecord({})}), "other records"),
+    ],
+)
+def test_a_malformed_message_is_refused_in_one_line(malformed: RecordDict, reason: str) -> None:
+    with pytest.raises(WireError, match=reason) as caught:
+        decode(malformed)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_message_is_little_larger_than_its_tensors() -> None:
+    tree = Tree({f"layer{j}.weight": torch.randn(40, 100) for j in range(40)})
+    table = resolve_config(QUADRATIC).table
+    FakeGrid(1)  # without a task of Flower no message can be made
+    message = Message(
+        encode(job="a" * 16, table=table, phase=DESCEND, shared={"x": tree}), 1, "train"
+    )
+    sent = sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+    assert tree.nbytes == 640_000
+    assert sent < 1.05 * tree.nbytes

@@ -1,0 +1,126 @@
+"""The loop of a run: budgets, evaluations, divergence and interruption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fedbilevel as fb
+from fedbilevel.runs.run import Run
+
+
+@pytest.fixture(scope="module")
+def task() -> fb.tasks.Task:
+    return fb.tasks.load("quadratic", clients=4, samples=3, noise=0.3)
+
+
+def six_rounds(task: fb.tasks.Task) -> Run:
+    """A run of SimFBO that draws cohorts and batches."""
+    environment = fb.Environment(participation=2, batch_size=2)
+    fed = fb.simulated_federation(task.problem, task.clients, environment)
+    return Run(fb.algorithms.SimFBO(), fed, {"rounds": 6})
+
+
+def test_evaluates_before_round_0_then_at_each_multiple_of_every_and_at_the_end(
+    task: fb.tasks.Task,
+) -> None:
+    result = fb.solve(task.problem, task.clients, "simfbo", rounds=7, every=3)
+    assert [metrics["round"] for metrics in result.history] == [0, 3, 6, 7]
+    assert [metrics["iteration"] for metrics in result.history] == [0, 3, 6, 7]
+    assert result.status == "completed"
+    costs = {"bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes"}
+    others = {"round", "iteration", "virtual_s", "wall_s", "upper_loss", "lower_loss"}
+    assert costs | others <= result.history[0].keys()
+
+
+def test_zero_rounds_return_the_start(task: fb.tasks.Task) -> None:
+    result = fb.solve(task.problem, task.clients, "simfbo", rounds=0)
+    assert torch.equal(result.x["x"], task.problem.x["x"])
+    assert len(result.history) == 1
+
+
+def test_evaluate_and_recorded_numbers_are_in_the_metrics(task: fb.tasks.Task) -> None:
+    def evaluate(x: fb.Tree, y: fb.Tree) -> dict[str, float]:
+        return {"size": float(len(x))}
+
+    result = fb.solve(task.problem, task.clients, "simfbo", rounds=2, evaluate=evaluate)
+    assert result.history[-1]["size"] == 1.0
+    assert result.history[-1]["projection_active"] == 0.0
+
+
+def test_a_run_that_is_not_finite_has_diverged_and_keeps_its_last_good_state(
+    task: fb.tasks.Task,
+) -> None:
+    wild = fb.algorithms.SimFBO(server_lr_y=1e150, server_lr_x=1e150)
+    result = fb.solve(task.problem, task.clients, wild, rounds=50)
+    assert result.status == "diverged"
+    assert "round" in result.reason
+    assert torch.isfinite(result.x["x"]).all()
+
+
+def test_a_run_far_above_its_first_upper_loss_has_diverged(task: fb.tasks.Task) -> None:
+    wild = fb.algorithms.SimFBO(server_lr_x=50.0)
+    result = fb.solve(task.problem, task.clients, wild, rounds=50, every=1)
+    assert result.status == "diverged"
+    assert "upper_loss" in result.reason
+    assert "times its start" in result.reason
+
+
+def test_an_interrupted_iteration_is_undone(task: fb.tasks.Task) -> None:
+    whole = six_rounds(task)
+    list(whole)
+    interrupted = six_rounds(task)
+    calls = 0
+    ask = interrupted.fed.ask
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        reply = ask(*args, **kwargs)
+        if calls == 4:
+            raise KeyboardInterrupt
+        return reply
+
+    interrupted.fed.ask = interrupt  # type: ignore[method-assign]
+    list(interrupted)
+    assert interrupted.status == "interrupted"
+    assert interrupted.reason == "interrupted in round 4"
+    assert interrupted.fed.ledger.rounds == 3
+    interrupted.status = "completed"
+    list(interrupted)
+    assert torch.equal(interrupted.state.x["x"], whole.state.x["x"])
+    assert interrupted.fed.ledger.phases == whole.fed.ledger.phases
+
+
+def test_an_iteration_that_is_interrupted_after_its_last_exchange_is_undone(
+    task: fb.tasks.Task,
+) -> None:
+    """At that moment the new state is assigned and the iteration is counted: both are undone."""
+    whole = six_rounds(task)
+    list(whole)
+    interrupted = six_rounds(task)
+    check_pending = interrupted.fed.check_pending
+
+    def interrupt() -> None:
+        check_pending()
+        if interrupted.fed.iteration == 4 and not interrupted.reason:
+            raise KeyboardInterrupt
+
+    interrupted.fed.check_pending = interrupt  # type: ignore[method-assign]
+    list(interrupted)
+    assert interrupted.status == "interrupted"
+    assert interrupted.fed.iteration == 3
+    assert interrupted.fed.ledger.rounds == 3
+    interrupted.status = "completed"
+    list(interrupted)
+    assert torch.equal(interrupted.state.x["x"], whole.state.x["x"])
+
+
+def test_an_unknown_unit_of_cost_and_a_negative_amount_are_refused(task: fb.tasks.Task) -> None:
+    fed = fb.simulated_federation(task.problem, task.clients)
+    with pytest.raises(ValueError, match=r"unit is 'round'; it must be one of .*'rounds'"):
+        Run(fb.algorithms.SimFBO(), fed, {"round": 6})
+    with pytest.raises(ValueError, match="bytes is -1; it must not be negative"):
+        Run(fb.algorithms.SimFBO(), fed, {"rounds": 6}, every={"bytes": -1})

@@ -1,0 +1,93 @@
+"""Imitate on a CPU what is different on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import fedbilevel as fb
+from fedbilevel import algorithms
+from fedbilevel.core.rng import uniform
+from fedbilevel.core.submodels import Submodel
+from fedbilevel.core.tree import Tree, dot
+from fedbilevel.execution.stacked._cuda_graphs import CudaGraphs
+from fedbilevel.federation import Federation, replies
+from fedbilevel.federation.replies import Replies
+from fedbilevel.federation.task import Sums
+from fedbilevel.runs.run import Run
+from fedbilevel.tasks.quadratic import quadratic
+
+
+def imitate_gpu(fed: Federation) -> None:
+    """Use stacks of constant size, pooled samples, and replies that are summed on the device."""
+    executor = fed.transport.executor  # type: ignore[attr-defined]
+    executor.on_gpu = True
+    executor.sample_store.on_gpu = True
+    executor.inputs.on_gpu = True
+    executor.step_runner.graphs = executor.graphs
+
+
+def disable_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run programs as they are instead of capturing them as CUDA graphs."""
+
+    def run(self: CudaGraphs, _: str, __: Any, program: Any, leaves: Any, spec: Any) -> Any:
+        return program(pytree.tree_unflatten(leaves, spec))
+
+    monkeypatch.setattr(CudaGraphs, "run", run)
+
+
+class PretendCuda(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def defer_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave summed replies pending, as on a GPU: nobody waits to learn which are finite."""
+    add_sums = Replies.add_sums
+
+    def add_sums_from_gpu(
+        self: Replies, received: Any, sums: Sums, submodel: Submodel | None = None
+    ) -> None:
+        finite = sums.finite.as_subclass(PretendCuda)
+        add_sums(self, received, sums._replace(finite=finite), submodel)
+
+    disable_capture(monkeypatch)
+    monkeypatch.setattr(Replies, "add_sums", add_sums_from_gpu)
+    monkeypatch.setattr(replies, "fetch_async", lambda tensor: lambda: tensor)
+
+
+def run_with_bad_replies(name: str, probability: float, like_a_gpu: bool, every: int = 10) -> Run:
+    """A run of 30 rounds in which some replies are not finite.
+
+    Args:
+        name: the algorithm.
+        probability: of a gradient that is not finite.
+        like_a_gpu: whether to imitate a GPU.
+        every: rounds between evaluations.
+    """
+    task = quadratic(clients=5, samples=6, noise=0.5, seed=1)
+
+    def lower(x: Tree, y: Tree, batch: Any, rng: torch.Tensor) -> torch.Tensor:
+        good = (uniform(rng, (), torch.float64) >= probability).double()
+        # The square root is finite at 0, and its gradient is not.
+        return task.problem.lower(x, y, batch, rng) + (good + 0 * dot(y, y)).sqrt()
+
+    problem = fb.Problem(upper=task.problem.upper, lower=lower, x=task.problem.x, y=task.problem.y)
+    environment = fb.Environment(local_steps=(1, 3), participation=4)
+    fed = fb.simulated_federation(problem, task.clients, environment)
+    if like_a_gpu:
+        imitate_gpu(fed)
+    return Run(algorithms.get(name)(), fed, {"rounds": 30}, every={"rounds": every})
+
+
+def check_same_run(one: Run, other: Run) -> None:
+    """Check that two runs have the same state, up to rounding, and the same costs."""
+    leaves = [pytree.tree_leaves(run.state) for run in (one, other)]
+    for a, b in zip(*leaves, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.allclose(a.double().cpu(), b.double().cpu(), rtol=1e-10, atol=1e-12)
+    assert one.fed.ledger.phases == other.fed.ledger.phases

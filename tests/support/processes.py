@@ -1,0 +1,53 @@
+"""Killing a run or a comparison, and comparing what it leaves behind with an undisturbed one."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import fedbilevel as fb
+from tests.support.tool import read_metrics, read_summary
+
+
+def evaluations_written(*run_folders: Path) -> int:
+    """Return the number of evaluations in the metrics of the runs, in total."""
+    files = [folder / "metrics.jsonl" for folder in run_folders]
+    return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
+
+
+def wait_until(condition: Callable[[], object], seconds: float, message: str) -> None:
+    """Wait until `condition()` is true; fail with the message after that many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.001)
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    """Assert that two run folders hold the same run of the quadratic task, up to its wall time."""
+    assert read_metrics(run) == read_metrics(expected)
+    loaded = fb.load_run(run)
+    expected_run = fb.load_run(expected)
+    assert torch.equal(loaded.x["x"], expected_run.x["x"])
+    assert torch.equal(loaded.y["y"], expected_run.y["y"])
+    assert {**read_summary(run), "wall_s": 0} == {**read_summary(expected), "wall_s": 0}
+    assert (run / "config.toml").read_bytes() == (expected / "config.toml").read_bytes()
+
+
+def member_processes(folder: Path) -> set[int]:
+    """Return the ids of the processes that run a member of the comparison in this folder.
+
+    A member is recognised by an argument of its command line: a path below the folder.
+    """
+    ids = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # the process has ended meanwhile
+            continue
+        if any(argument.startswith(bytes(folder) + b"/") for argument in arguments):
+            ids.add(int(entry.name))
+    return ids
