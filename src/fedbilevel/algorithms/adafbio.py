@@ -71,8 +71,9 @@ class Descend(LocalHypergradients):
         """Move along the scaled momenta, then renew the momenta."""
         x, y, u, v = c.now
         old = self.local_directions(oracle, x, y, batches)
-        scaled_u = u.map(lambda ui, ai: ui / (ai.sqrt() + self.norm_floor), c.a)
-        x = oracle.project_x(x - self.lr_x * scaled_u)
+        scaled = u.map(lambda ui, ai: ui / (ai.sqrt() + self.norm_floor), c.a)
+        x = oracle.project_x(x - self.lr_x * scaled)
+        del scaled  # it would count towards the client's peak memory below
         y = y - self.lr_y * (v / (c.b + self.norm_floor))
         new = self.local_directions(oracle, x, y, batches)
         u, v = storm(new, (u, v), old, self.momentum_weight)

@@ -1,3 +1,5 @@
+"""`python -m fedbilevel.cli` is `fedbilevel`."""
+
 from fedbilevel.cli import main
 
 main()

@@ -1,25 +1,72 @@
-"""What `fb.check` found, as a table with a piece of an experiment file, or as JSON."""
+"""`fedbilevel check`: what `fb.check` finds, as a table with settings to paste, or as JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from typing import TYPE_CHECKING
 
-import tomli_w
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from fedbilevel.cli import options
+from fedbilevel.cli.options import given_overrides
 
-from fedbilevel.diagnostics.advice import ADVISED, Report
+if TYPE_CHECKING:
+    from fedbilevel.diagnostics.advice import Report
+
+PIPE_WIDTH = 140  # columns, where there is no terminal
 
 
-def show(report: Report, title: str) -> None:
+def check(
+    experiment: options.ExperimentName,
+    task: options.TaskName = None,
+    data: options.DataName = None,
+    seed: options.Seed = None,
+    set_: options.Settings = [],  # noqa: B006  (typer expects a list)
+    data_dir: options.DataDir = None,
+    json_: options.Json = False,
+) -> None:
+    """Check a problem, and recommend an algorithm and settings.
+
+    It measures curvatures and differences between clients, and warns of an ill-posed problem.
+    """
+    from fedbilevel.core import ranks
+    from fedbilevel.diagnostics.check import check as diagnose
+    from fedbilevel.experiments import config as configs
+    from fedbilevel.experiments.runner import load_task
+
+    source, table = configs.read(experiment)
+    overrides = given_overrides(task=task, data=data, seed=seed)
+    config = configs.resolve(source, table, settings=set_, overrides=overrides)
+    loaded = load_task(config, data_dir)
+    report = diagnose(
+        loaded.problem.to(ranks.local_device(config.experiment.device)),
+        loaded.clients,
+        config.environment,
+        rounds=max(1, config.experiment.rounds),
+        weights=config.experiment.weights,
+        seed=config.experiment.seed,
+        mode=config.experiment.runtime.mode,
+    )
+    if json_:
+        print(_as_json(report))
+    else:
+        _print_report(report, source)
+
+
+def _print_report(report: Report, title: str) -> None:
+    import tomli_w
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     if report.rows:
         table = Table("", "measured", "verdict", title=escape(title), caption=escape(report.where))
         for row in report.rows:
             table.add_row(*map(escape, row))
-        (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+        console = Console()
+        if not sys.stdout.isatty():
+            console = Console(width=PIPE_WIDTH)
+        console.print(table)
     for warning in report.warnings:
         print(f"warning: {warning}")
     if report.measured:
@@ -27,18 +74,29 @@ def show(report: Report, title: str) -> None:
         print(tomli_w.dumps({"algorithms": {report.recommended: report.settings()}}), end="")
 
 
-def as_json(report: Report) -> str:
-    """Settings are those of every method there is advice on; what could not be measured is null."""
-    m = report.measured
-    return json.dumps(
-        {
-            "where": report.where,
-            "measured": m
-            and {**m._asdict(), "condition": m.condition if math.isfinite(m.condition) else None},
-            "verdicts": {what: verdict for what, _, verdict in report.rows},
-            "warnings": report.warnings,
-            "recommended": report.recommended if m else None,
-            "reason": report.reason if m else None,
-            "settings": {name: report.settings(name) for name in ADVISED} if m else {},
-        }
-    )
+def _as_json(report: Report) -> str:
+    """Return a report with the settings of every algorithm that there is advice on.
+
+    A value that could not be measured is null.
+    """
+    from fedbilevel.diagnostics.advice import ADVISED
+
+    content: dict[str, object] = {
+        "where": report.where,
+        "measured": None,
+        "verdicts": {quantity: verdict for quantity, _, verdict in report.rows},
+        "warnings": report.warnings,
+        "recommended": None,
+        "reason": None,
+        "settings": {},
+    }
+    if report.measured:
+        measured = report.measured._asdict()
+        measured["condition"] = report.measured.condition
+        if not math.isfinite(report.measured.condition):
+            measured["condition"] = None
+        content["measured"] = measured
+        content["recommended"] = report.recommended
+        content["reason"] = report.reason
+        content["settings"] = {name: report.settings(name) for name in ADVISED}
+    return json.dumps(content)

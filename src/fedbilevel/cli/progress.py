@@ -1,4 +1,4 @@
-"""Progress of one run: a bar with live metrics on a terminal, plain lines when piped."""
+"""Progress of one run: a bar with live metrics on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,54 +10,71 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-PLAIN_EVERY = 5.0  # seconds between lines when piped
+LINE_INTERVAL_S = 5.0
+LABELS = {"test_accuracy": "accuracy", "upper_loss": "loss", "hypergradient_norm": "|grad|"}
 
 
-def describe(metrics: Mapping[str, Any]) -> str:
+def describe_metrics(metrics: Mapping[str, Any]) -> str:
+    """Return the main metrics of an evaluation, and the bytes sent until then, in one line."""
     parts = []
-    for name, label in (
-        ("test_accuracy", "accuracy"),
-        ("upper_loss", "loss"),
-        ("hypergradient_norm", "|grad|"),
-    ):
+    for name, label in LABELS.items():
         if metrics.get(name) is not None:
             parts.append(f"{label} {metrics[name]:.4g}")
-    return "  ".join([*parts, megabytes(metrics["bytes_up"] + metrics["bytes_down"])])
+    parts.append(format_bytes(metrics["bytes_up"] + metrics["bytes_down"]))
+    return "  ".join(parts)
 
 
-def megabytes(count: float) -> str:
-    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
+def format_bytes(count: float) -> str:
+    """Return a number of bytes in MB, or in GB from 1 GB on."""
+    if count < 1e9:
+        return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.2f} GB"
 
 
 class Progress:
+    """Shows the progress of a run on stderr while it is entered as a context.
+
+    Args:
+        title: the title of the run.
+        rounds: its budget of rounds.
+        quiet: whether to show nothing.
+    """
+
     def __init__(self, title: str, rounds: int, quiet: bool) -> None:
-        self.title, self.rounds, self.quiet = title, rounds, quiet
-        self.console = Console(stderr=True)
-        self.bar: Bar | None = None
-        self.last = -PLAIN_EVERY
+        self.title = title
+        self.rounds = rounds
+        self.quiet = quiet
+        self._console = Console(stderr=True)
+        self._bar: Bar | None = None
+        self._last_line_at = -LINE_INTERVAL_S
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal and not self.quiet:
-            name, now = (
-                TextColumn(form, markup=False)
-                for form in ("{task.description}", "{task.fields[metrics]}")
+        if self._console.is_terminal and not self.quiet:
+            self._bar = Bar(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[metrics]}", markup=False),
+                console=self._console,
             )
-            columns = [name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now]
-            self.bar = Bar(*columns, console=self.console)
-            self.bar.start()
-            self.task = self.bar.add_task(self.title, total=self.rounds, metrics="")
+            self._bar.start()
+            self._bar_task = self._bar.add_task(self.title, total=self.rounds, metrics="")
         return self
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        if self.bar:
-            self.bar.update(self.task, completed=metrics["round"], metrics=describe(metrics))
-        elif not self.quiet and (
-            time.monotonic() - self.last >= PLAIN_EVERY or metrics["round"] >= self.rounds
-        ):
-            self.last = time.monotonic()
-            line = f"{self.title}  round {metrics['round']}/{self.rounds}  {describe(metrics)}"
-            self.console.print(line, soft_wrap=True, markup=False)
+        """Show an evaluation; plain lines are at least some seconds apart, up to the last one."""
+        if self._bar:
+            description = describe_metrics(metrics)
+            self._bar.update(self._bar_task, completed=metrics["round"], metrics=description)
+            return
+        waited = time.monotonic() - self._last_line_at >= LINE_INTERVAL_S
+        if not self.quiet and (waited or metrics["round"] >= self.rounds):
+            self._last_line_at = time.monotonic()
+            progress = f"round {metrics['round']}/{self.rounds}"
+            line = f"{self.title}  {progress}  {describe_metrics(metrics)}"
+            self._console.print(line, soft_wrap=True, markup=False)
 
     def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.stop()
+        if self._bar:
+            self._bar.stop()

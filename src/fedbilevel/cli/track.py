@@ -1,74 +1,81 @@
-"""Experiment trackers, each behind a flag: TensorBoard and MLflow (`pip install fedbilevel[track]`)."""
+"""Experiment trackers, each behind an option: TensorBoard and MLflow (extra `track`)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.extras import import_extra
+
 Metrics = Mapping[str, Any]
-Sink = Callable[[Metrics], None]
+LogFunction = Callable[[Metrics], None]
 
 
 @contextmanager
 def trackers(
     folder: Path, config: Mapping[str, Any], *, tensorboard: bool, mlflow: bool
-) -> Iterator[Sink]:
-    """A function that sends metrics to every tracker asked for."""
+) -> Iterator[LogFunction]:
+    """Open trackers for a run.
+
+    Args:
+        folder: the run folder.
+        config: the resolved experiment.
+        tensorboard: whether to log to TensorBoard.
+        mlflow: whether to log to MLflow.
+
+    Yields:
+        A function that logs the metrics of an evaluation to every tracker.
+
+    Raises:
+        ValueError: if a tracker is not installed.
+    """
     with ExitStack() as stack:
-        sinks = [stack.enter_context(_tensorboard(folder / "tensorboard"))] if tensorboard else []
-        sinks += [stack.enter_context(_mlflow(folder.name, config))] if mlflow else []
+        log_functions: list[LogFunction] = []
+        if tensorboard:
+            log_functions.append(stack.enter_context(_tensorboard(folder / "tensorboard")))
+        if mlflow:
+            log_functions.append(stack.enter_context(_mlflow(folder.name, config)))
 
-        def track(metrics: Metrics) -> None:
-            for sink in sinks:
-                sink(metrics)
+        def log(metrics: Metrics) -> None:
+            for log_function in log_functions:
+                log_function(metrics)
 
-        yield track
+        yield log
 
 
 @contextmanager
-def _tensorboard(folder: Path) -> Iterator[Sink]:
-    kind = optional("torch.utils.tensorboard", "track").SummaryWriter
-    writers: list[Any] = []
+def _tensorboard(folder: Path) -> Iterator[LogFunction]:
+    writer_class = import_extra("torch.utils.tensorboard", "track").SummaryWriter
+    writer: Any = None
 
     def log(metrics: Metrics) -> None:
-        if not writers:  # only now: before its first evaluation a run has no folder
-            writers.append(kind(str(folder)))
-        for name, value in _numbers(metrics).items():
-            writers[0].add_scalar(name, value, metrics["round"])
+        nonlocal writer
+        if writer is None:  # not earlier: before its first evaluation a run has no folder
+            writer = writer_class(str(folder))
+        for name, value in _finite(metrics).items():
+            writer.add_scalar(name, value, metrics["round"])
 
     try:
         yield log
     finally:
-        for writer in writers:
+        if writer is not None:
             writer.close()
 
 
 @contextmanager
-def _mlflow(name: str, config: Mapping[str, Any]) -> Iterator[Sink]:
-    client = optional("mlflow", "track")
-    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells what it creates
+def _mlflow(name: str, config: Mapping[str, Any]) -> Iterator[LogFunction]:
+    client = import_extra("mlflow", "track")
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it would announce what it creates
     client.set_experiment("fedbilevel")
     with client.start_run(run_name=name):
-        logging.getLogger(
-            "fedbilevel"
-        ).disabled = False  # MLflow's store configures logging and silences all others
+        # MLflow's store configures logging, and that disables all existing loggers.
+        logging.getLogger("fedbilevel").disabled = False
         client.log_dict(dict(config), "config.json")
-        yield lambda metrics: client.log_metrics(_numbers(metrics), step=metrics["round"])
+        yield lambda metrics: client.log_metrics(_finite(metrics), step=metrics["round"])
 
 
-def _numbers(metrics: Metrics) -> dict[str, float]:
+def _finite(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None}
-
-
-def optional(name: str, extra: str) -> Any:
-    """A module that comes with an extra of ours."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"{name} cannot be imported ({error}); pip install fedbilevel[{extra}]"
-        ) from error

@@ -69,6 +69,9 @@ def unpack(value: object, tensors: Mapping[str, Tensor]) -> Any:
     Returns:
         The nested value; its tensors are those of `tensors`, not copies.
 
+    Raises:
+        ValueError: an object has a kind that `pack` never writes.
+
     Example:
         >>> unpack({"tuple": [1, {"tensor": "0"}]}, {"0": torch.tensor(2)})
         (1, tensor(2))
@@ -84,4 +87,6 @@ def unpack(value: object, tensors: Mapping[str, Tensor]) -> Any:
         return tuple(unpack(item, tensors) for item in items)
     if kind == "dict":
         return {unpack(key, tensors): unpack(item, tensors) for key, item in items}
-    return Tree({name: tensors[item["tensor"]] for name, item in items.items()})
+    if kind == "tree":
+        return Tree({name: tensors[item["tensor"]] for name, item in items.items()})
+    raise ValueError(f"a packed value has the kind {kind!r}, which pack never writes")

@@ -102,7 +102,8 @@ class PooledProblem:
         def solve(matvec: MatVec, b: Tree) -> Solution:
             vector = flatten(b)
             z = torch.cholesky_solve(vector.unsqueeze(-1), factor).squeeze(-1)
-            residual = float((H @ z - vector).norm() / vector.norm().clamp(min=1e-300))
+            smallest = torch.finfo(H.dtype).tiny  # a zero right-hand side has a residual of 0
+            residual = float((H @ z - vector).norm() / vector.norm().clamp(min=smallest))
             return Solution(unflatten(z, y), residual, size)
 
         return solve

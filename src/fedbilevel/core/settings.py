@@ -143,7 +143,13 @@ def at_least(least: int) -> Rule:
 
 
 def parse_epochs(value: object) -> int | None:
-    """Return N if `value` is the string "N epochs" with N at least 1, else None.
+    """Parse a number of epochs, such as "5 epochs" or "1 epoch".
+
+    Args:
+        value: any value.
+
+    Returns:
+        The number, at least 1; None if the value is not such a string.
 
     Example:
         >>> parse_epochs("5 epochs"), parse_epochs("1 epoch"), parse_epochs(5)

@@ -76,7 +76,7 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     Example:
         >>> from fedbilevel import data
         >>> data.load("digits").train[0].shape
-        torch.Size([1437, 1, 8, 8])
+        torch.Size([1438, 1, 8, 8])
     """
     checks.one_of("name", name, sources.CLASSES)
     if name in sources.EMBEDDED:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedbilevel.core.codec import pack, unpack
 
-VERSION = "3"
+VERSION = "4"
 
 
 def save(path: Path, value: object) -> None:

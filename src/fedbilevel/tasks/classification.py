@@ -1,4 +1,4 @@
-"""What tasks on classification data share: samples of clients, networks for them, accuracies."""
+"""Shared by the tasks on classification data: partitioned samples, networks, accuracies."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class ClassificationData(NamedTuple):
                 ]
             return (torch.cat(predictions) == labels).float()
 
-        some = slice(TRAIN_ACCURACY_SAMPLES)
-        on_train = correct(self.inputs[some], self.labels[some])
+        first = slice(TRAIN_ACCURACY_SAMPLES)
+        on_train = correct(self.inputs[first], self.labels[first])
         on_test = correct(*self.test)
         metrics = {
             "train_accuracy": float(on_train.mean()),
@@ -147,9 +147,11 @@ def load_partitioned(
         samples: use only this many training samples, the first ones.
         test_samples: use only this many test samples, the first ones.
         seed: the seed of the partition.
-        imbalance: how many times as many training samples the first class has as the last. Of the
-            n_k samples of class k the first n_k mu^k are used, at least 1. The test set stays
-            balanced.
+        imbalance: how many times as many training samples the first class has as the last; see
+            `long_tail`. The test set stays balanced.
+
+    Returns:
+        The samples, their partition and the test set.
 
     Raises:
         ValueError: an argument is out of range.
@@ -184,7 +186,17 @@ def load_partitioned(
 def long_tail(labels: Tensor, classes: int, imbalance: float) -> Tensor:
     """Return the indices of a long-tailed subset, in the order of the data.
 
-    Of class k the first n_k imbalance^(-k / (classes - 1)) samples are kept, at least 1.
+    Of the n_k samples of class k, the first n_k imbalance^(-k / (classes - 1)) are kept, at least
+    one.
+
+    Args:
+        labels: the labels of all samples.
+        classes: how many classes there are.
+        imbalance: how many times as many samples the first class keeps as the last, if all classes
+            are equally large.
+
+    Returns:
+        The indices of the samples that are kept.
     """
     kept = []
     for k in range(classes):

@@ -35,7 +35,8 @@ from fedbilevel.core.tree import Tree, dot, zeros_like
 from fedbilevel.data import characters
 from fedbilevel.tasks.task import Task
 
-# Images per pass through the backbone in the evaluation. On a CPU, few stay in the cache of a core.
+# Images per pass through the backbone in the evaluation. On a CPU, a small batch stays in the
+# cache of a core.
 IMAGES_ON_GPU = 2000
 IMAGES_ON_CPU = 100
 
@@ -121,9 +122,9 @@ def few_shot(
         "prototypes": learner.prototypes,
     }
     scores = adaptations[checks.one_of("adapt", adapt, adaptations)]
-    scores_chunk = None
-    if adapt == "all":  # a backbone per episode: one episode at a time
-        scores_chunk = 1
+    episodes_at_once = None  # all of them
+    if adapt == "all":  # every episode has its own backbone, which takes memory
+        episodes_at_once = 1
 
     keys = fold_in(root(seed, "test episodes"), torch.arange(episodes))
     drawn = shuffled(fold_in(keys, 0), len(source.test))[:, :ways]
@@ -142,10 +143,9 @@ def few_shot(
         episode = pool[position[..., None].to(device), order.to(device)]
         support = episode[:, :, :shots].flatten(1, 2)
         query = episode[:, :, shots:].flatten(1, 2)
-        predictions = vmap(partial(scores, x, y), chunk_size=scores_chunk)(support, query).argmax(
-            -1
-        )
-        accuracy = (predictions == learner.labels(query[0])).float().mean(1)
+        query_scores = vmap(partial(scores, x, y), chunk_size=episodes_at_once)(support, query)
+        correct = query_scores.argmax(-1) == learner.labels(query[0])
+        accuracy = correct.float().mean(1)
         return {
             "test_accuracy": float(accuracy.mean()),
             "test_accuracy_ci95": 1.96 * float(accuracy.std()) / episodes**0.5,

@@ -1,4 +1,4 @@
-"""Quadratic losses, whose solution is known in closed form: what every method is checked against.
+"""Quadratic losses, whose solution is known in closed form; every method is checked on them.
 
 g_i(x, y) = 1/2 y' A_i y - y' (B_i x + c_i),
 f_i(x, y) = 1/2 ||y - e_i||^2 + 1/2 ||x - t_i||^2 + y' D_i x.
@@ -94,8 +94,8 @@ def quadratic(
         clients: the number of clients.
         dim_x: the dimension of x.
         dim_y: the dimension of y.
-        condition: the condition number of every A_i, whose eigenvalues are in [1/condition, 1].
-        heterogeneity: from 0, all clients have the same losses, to 1, they are drawn independently.
+        condition: the eigenvalues of every A_i are in [1/condition, 1].
+        heterogeneity: from 0 (all clients have the same losses) to 1 (drawn independently).
         samples: training samples, and validation samples, per client.
         noise: the standard deviation of the samples' vectors around those of their client.
         seed: the seed of everything that is drawn.
@@ -122,9 +122,10 @@ def quadratic(
     if checks.number("condition", condition) < 1:
         raise ValueError(f"condition is {condition}; it must be at least 1")
     checks.non_negative("noise", noise)
-    kind = getattr(torch, checks.one_of("dtype", dtype, ("float32", "float64")))
+    tensor_dtype = getattr(torch, checks.one_of("dtype", dtype, ("float32", "float64")))
 
     def draw(client: int) -> list[Tensor]:
+        """Return A, B, c, e, t, D of one client."""
         key = fold_in(root(seed, "quadratic"), client)
         Q, _ = torch.linalg.qr(normal(fold_in(key, 0), (dim_y, dim_y), torch.float64))
         spread = uniform(fold_in(key, 1), (dim_y,), torch.float64)
@@ -137,7 +138,7 @@ def quadratic(
             parts.append(scale * normal(fold_in(key, 2 + j), shape, torch.float64))
         return parts
 
-    common = draw(clients)
+    common = draw(clients)  # a number that no client has
     client_data = []
     for client in range(clients):
         parts = []
@@ -147,13 +148,13 @@ def quadratic(
             if part.ndim == 1:
                 key = fold_in(fold_in(root(seed, "quadratic samples"), client), j)
                 stack = stack + noise * normal(key, stack.shape, torch.float64)
-            parts.append(stack.to(kind).contiguous())
+            parts.append(stack.to(tensor_dtype).contiguous())
         client_data.append(ClientData(train=tuple(parts[:3]), val=tuple(parts[3:])))
     problem = Problem(
         upper=upper,
         lower=lower,
-        x={"x": torch.zeros(dim_x, dtype=kind)},
-        y={"y": torch.zeros(dim_y, dtype=kind)},
+        x={"x": torch.zeros(dim_x, dtype=tensor_dtype)},
+        y={"y": torch.zeros(dim_y, dtype=tensor_dtype)},
     )
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:

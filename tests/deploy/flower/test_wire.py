@@ -19,6 +19,7 @@ HEADER = {
     "tensors": [["float32", [2]]],
     "values": {"dict": [["x", {"tensor": "0"}]]},
 }
+TEXT = {"json": json.dumps(HEADER)}
 TWO_FLOATS = Array(np.zeros(2, "f4"))
 PICKLED = Array("float32", (2,), "numpy.ndarray", b"\x80\x04N.")
 DEEP_HEADER = '{"version":3,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"
@@ -79,6 +80,10 @@ def test_a_dtype_that_cannot_be_sent_is_refused_by_the_sender() -> None:
         (content(DEEP_HEADER), "RecursionError"),
         (content({**HEADER, "tensors": [], "values": 3}), "holds no named values"),
         (content(" " * (2**20 + 1)), "at most"),
+        (
+            RecordDict({"tensors": ConfigRecord({"float32": 1}), "header": ConfigRecord(TEXT)}),
+            "something else than arrays",
+        ),
         (RecordDict({"a": ConfigRecord({})}), "other records"),
     ],
 )

@@ -94,10 +94,10 @@ class ConnectionSettings:
             private, public = generate_key_pairs()
         else:
             private, public = load_key_pair(self.key)
-        interceptors = [
+        interceptors = (
             RuntimeVersionHttpInterceptor(component_name="SuperNode"),
             NodeAuthHttpInterceptor(private, public),
-        ]
+        )
         certificate = None
         if self.ca is not None and not self.plain:
             certificate = self.ca.read_bytes()

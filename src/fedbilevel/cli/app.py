@@ -1,0 +1,111 @@
+"""The list of commands, and `main`, which runs one of them and explains errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from fedbilevel import __version__, configure_process
+from fedbilevel.cli.check import check
+from fedbilevel.cli.compare import compare
+from fedbilevel.cli.listing import list_
+from fedbilevel.cli.report import export, report
+from fedbilevel.cli.run import run
+from fedbilevel.cli.serve import join, keys, serve
+from fedbilevel.cli.tune import tune
+
+# Each command with the arguments of its example.
+COMMANDS = {
+    "run": (run, "digits --algorithm la-asfbo --set algorithm.lr_x=0.02 --out runs/first"),
+    "compare": (compare, "digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits"),
+    "tune": (tune, "digits --algorithm simfbo --trials 8 --rounds 50 --out runs/tune"),
+    "check": (check, "digits --set data.partition=iid"),
+    "report": (report, "runs/digits --figure digits.pdf"),
+    "export": (export, "runs/first --out model.safetensors"),
+    "list": (list_, "algorithms --verbose"),
+    "serve": (serve, "digits --clients 3 --host 0.0.0.0 --keys keys --out runs/real"),
+    "join": (join, "10.0.0.1:8000 --partition 0 --client-data hospital:load --ca ca.crt ..."),
+    "keys": (keys, "keys --clients 3 --host fl.example.org"),
+}
+
+app = typer.Typer(
+    name="fedbilevel",
+    help="Federated bilevel optimization: run algorithms, compare them, report what they cost.",
+    epilog="Example: fedbilevel compare digits --out runs/digits",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for _name, (_command, _example) in COMMANDS.items():
+    app.command(_name, epilog=f"Example: fedbilevel {_name} {_example}")(_command)
+
+# The base of all usage errors: click's, or that of newer releases of typer, which bring their own.
+ClickException: Any = typer.BadParameter.mro()[2]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command, and exit with its exit code.
+
+    An error is printed as one line on stderr, with exit code 2. With FEDBILEVEL_DEBUG=1 it is
+    raised instead, which shows the traceback.
+
+    Args:
+        arguments: the command and its arguments. None: those of this process.
+    """
+    configure_process()
+    if arguments is None:
+        arguments = sys.argv[1:]
+    try:
+        command = typer.main.get_command(app)
+        sys.exit(command.main(arguments or ["--help"], standalone_mode=False) or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        if os.environ.get("FEDBILEVEL_DEBUG"):
+            raise
+        ranks = sys.modules.get("fedbilevel.core.ranks")
+        if not (ranks and ranks.rank()):  # only the first process prints
+            sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
+        sys.exit(2)
+
+
+def _explain(error: Exception) -> str:
+    from fedbilevel.federation import ClientError
+
+    if isinstance(error, ClickException):
+        return str(error.format_message())
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, (ValueError, TypeError, OSError, ClientError)) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error} (FEDBILEVEL_DEBUG=1 shows where)"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedbilevel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _check_processes(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1 and context.invoked_subcommand != "run":
+        if os.environ.get("RANK") != "0":  # only the first process prints
+            raise typer.Exit(2)
+        raise ValueError(
+            f"torchrun has started {processes} processes, but only `fedbilevel run` can use "
+            f"several, not `fedbilevel {context.invoked_subcommand}`"
+        )

@@ -1,0 +1,337 @@
+"""Runs side by side, each in its own process: one that fails does not affect the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tomli_w
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from fedbilevel import report
+from fedbilevel.cli.progress import describe_metrics
+from fedbilevel.experiments.config import Config
+from fedbilevel.runs import folder as folders
+from fedbilevel.runs.folder import (
+    EXTENSIBLE,
+    check_same_settings,
+    holds_run,
+    without_none,
+    write_atomically,
+)
+
+POLL_S = 0.2
+PIPE_WIDTH = 170  # columns, where there is no terminal
+ERROR_LOG = "error.log"
+
+# A member must end when its comparison does, even if that is killed: its standard input is then
+# closed. It watches from the start, before it imports PyTorch, so that an impatient user who starts
+# the comparison again does not meet members of the first one.
+MEMBER = """
+import os, threading
+
+def watch():
+    os.read(0, 1)
+    os._exit(1)
+
+threading.Thread(target=watch, daemon=True).start()
+
+from fedbilevel.cli import main
+
+main()
+"""
+
+
+def compared_algorithms(table: Mapping[str, Any], option: str | None) -> list[str | None]:
+    """Return the names of the algorithms to run.
+
+    Args:
+        table: the experiment.
+        option: comma-separated names. None: those that the experiment compares.
+
+    Returns:
+        The names; None stands for the experiment's only algorithm.
+    """
+    if option:
+        return [*option.split(",")]
+    return [*table.get("compare", [])] or [None]
+
+
+def share_cores(table: Mapping[str, Any], jobs: int | None) -> tuple[int, int]:
+    """Return the number of simultaneous runs, one per core by default, and of threads per run."""
+    cores = os.cpu_count() or 1
+    jobs = jobs or cores
+    threads = table.get("runtime", {}).get("threads") or max(1, cores // jobs)
+    return jobs, threads
+
+
+class Comparison:
+    """Runs the members of a comparison that are not finished, and reports on all of them.
+
+    Args:
+        folder: the folder of the comparison.
+        members: the config of each run, by the path of its folder below `folder`.
+        data_dir: folder of the data sets. None: the default folder.
+        resume: whether to resume the runs in the folder.
+        jobs: how many runs at the same time.
+
+    Attributes:
+        waiting: the members that are not started yet.
+        running: the processes of the members that are running.
+        ended: how each of the other members has ended.
+
+    Raises:
+        FileExistsError: if the folder holds runs that are not to be resumed.
+        ValueError: if a run in the folder has other settings.
+    """
+
+    extensible: ClassVar[tuple[str, ...]] = EXTENSIBLE
+
+    def __init__(
+        self,
+        folder: Path,
+        members: dict[str, Config],
+        data_dir: Path | None,
+        resume: bool,
+        jobs: int,
+    ) -> None:
+        existing = [name for name in members if holds_run(folder / name)]
+        if existing and not resume:
+            raise FileExistsError(
+                f"{folder} already holds runs of this comparison; resume them with --resume or "
+                "give another folder with --out"
+            )
+        for name in existing:
+            check_same_settings(folder / name, members[name].table, self.extensible)
+        self.folder = folder
+        self.members = members
+        self.data_dir = data_dir
+        self.jobs = jobs
+        self.waiting: list[str] = []
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.ended: dict[str, str] = {}
+        for name in members:
+            if self._is_finished(name):
+                self.ended[name] = self._status(name)
+            else:
+                self.waiting.append(name)
+
+    def run(self, quiet: bool, as_json: bool) -> int:
+        """Run the members that are not finished, report on all, and return the exit code."""
+        console = Console(stderr=True, quiet=quiet)
+        live = None
+        if console.is_terminal and not quiet:
+            live = Live(self._progress_table(), console=console, refresh_per_second=4)
+        with live or nullcontext():
+            interrupted = self._run_members(console, live)
+        if interrupted or "interrupted" in self.ended.values():
+            return 130
+        return self._report(quiet, as_json)
+
+    def _run_members(self, console: Console, live: Live | None) -> bool:
+        """Run members until none is left, and return whether the user interrupted them."""
+        interrupted = False
+        while self.waiting or self.running:
+            try:
+                while self.waiting and len(self.running) < self.jobs:
+                    self._start(self.waiting.pop(0))
+                for name, process in list(self.running.items()):
+                    if process.poll() is None:
+                        continue
+                    del self.running[name]
+                    status = self._finish(name, process)
+                    self.ended[name] = status
+                    if not live:
+                        console.print(f"{name}: {status}", soft_wrap=True, markup=False)
+                    if not interrupted and status != "interrupted":
+                        self._after_member(name)
+                if live:
+                    live.update(self._progress_table())
+                time.sleep(POLL_S)
+            except KeyboardInterrupt:
+                interrupted = True
+                self._interrupt()
+        return interrupted
+
+    def _interrupt(self) -> None:
+        """Start no more members, and interrupt those that are running."""
+        self.waiting = []
+        # A terminal has interrupted them too; a second signal does no harm.
+        for process in self.running.values():
+            process.send_signal(signal.SIGINT)
+
+    def _after_member(self, name: str) -> None:
+        """Hook for subclasses: a member has ended, and others may be added."""
+
+    def _start(self, name: str) -> None:
+        """Start a member: `fedbilevel run` on its resolved config."""
+        path = self.folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        # A summary is there if the run was finished and its budget has been raised.
+        (path / folders.SUMMARY).unlink(missing_ok=True)
+        config = path / folders.CONFIG
+        write_atomically(config, tomli_w.dumps(without_none(self.members[name].table)))
+        command = [sys.executable, "-c", MEMBER, "run", str(config)]
+        command += ["--out", str(path), "--resume", "--quiet"]
+        if self.data_dir:
+            command += ["--data-dir", str(self.data_dir)]
+        with (path / ERROR_LOG).open("wb") as errors:
+            self.running[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors)
+
+    def _finish(self, name: str, process: subprocess.Popen[bytes]) -> str:
+        """Close the pipe to a process that has ended, and return the status of its run."""
+        process.communicate()
+        if process.returncode in (0, 3, 130):
+            return self._status(name)
+        errors = (self.folder / name / ERROR_LOG).read_text("utf-8", errors="replace").strip()
+        if errors:
+            return f"failed: {errors.splitlines()[-1]}"
+        return f"failed: exit code {process.returncode}"
+
+    def _is_finished(self, name: str) -> bool:
+        """Whether a member has ended under its present config; a raised budget continues it."""
+        if self._status(name) not in ("completed", "diverged"):
+            return False
+        return folders.read(self.folder / name).config == without_none(self.members[name].table)
+
+    def _status(self, name: str) -> str:
+        path = self.folder / name
+        if not (path / folders.METRICS).exists():
+            return "waiting"
+        return folders.read(path).status
+
+    def _progress_table(self) -> Table:
+        table = Table("run", "status", "round", "metrics", title=escape(str(self.folder)))
+        for name, config in self.members.items():
+            status = self.ended.get(name, "waiting")
+            if name in self.running:
+                status = "running"
+            progress = ""
+            description = ""
+            metrics = self._last_metrics(name)
+            if metrics:
+                progress = f"{metrics['round']}/{config.experiment.rounds}"
+                description = describe_metrics(metrics)
+            table.add_row(*map(escape, (name, status, progress, description)))
+        return table
+
+    def _last_metrics(self, name: str) -> dict[str, Any] | None:
+        """Return the latest evaluation; only the end of the file is read."""
+        path = self.folder / name / folders.METRICS
+        if not path.exists():
+            return None
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            lines = file.read().split(b"\n")[:-1]
+        if not lines:
+            return None
+        try:
+            metrics: dict[str, Any] = json.loads(lines[-1])
+        except ValueError:
+            return None
+        return metrics
+
+    def _report(self, quiet: bool, as_json: bool) -> int:
+        """Print the ranking, write report.html, and return the exit code."""
+        failed = {}
+        for name, status in self.ended.items():
+            if status.startswith("failed"):
+                failed[name] = status
+        finished = [self.folder / name for name in self.members if name not in failed]
+        page = self.folder / "report.html"
+        rows: list[report.Row] = []
+        if finished:
+            rows = report.ranked(finished)
+            report.write_page(finished, page)
+        if as_json:
+            print(json.dumps({"ranked": [_row_as_json(row) for row in rows], "failed": failed}))
+        elif not quiet:
+            print_table(_ranking_table(rows))
+            for name, status in failed.items():
+                print(f"{name} {status}")
+            if finished:
+                print(f"report: {page}")
+        if failed:
+            return 2
+        return 0
+
+
+def print_table(table: Table) -> None:
+    """Print a table; its width is that of the terminal, or ample if there is none."""
+    console = Console()
+    if not sys.stdout.isatty():
+        console = Console(width=PIPE_WIDTH)
+    console.print(table)
+
+
+def _ranking_table(rows: Iterable[report.Row]) -> Table:
+    table = Table(
+        title="communication rounds to each test accuracy, the best algorithm first; "
+        "mean ± standard deviation over seeds"
+    )
+    targets = [f"{target:.0%}" for target in report.TARGETS]
+    headings = ["algorithm", "seeds", *targets]
+    headings += ["final accuracy", "operations", "peak memory", "status"]
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        accuracy = "-"
+        if row.accuracy:
+            accuracy = f"{row.accuracy.mean:.2%} ± {row.accuracy.std:.2%}"
+        table.add_row(
+            escape(row.label),
+            str(row.seeds),
+            *[_rounds_cell(row.cost["round"][target], row.seeds) for target in report.TARGETS],
+            accuracy,
+            _cost_cell("flops", row.flops),
+            _cost_cell("bytes", row.peak),
+            ", ".join(sorted(row.statuses)),
+        )
+    return table
+
+
+def _rounds_cell(rounds: report.Spread | None, seeds: int) -> str:
+    """Format rounds to a target, with the number of seeds that reached it if not all did."""
+    if rounds is None:
+        return "-"
+    text = f"{rounds.mean:.0f}"
+    if rounds.count > 1:
+        text += f" ± {rounds.std:.0f}"
+    if rounds.count < seeds:
+        text += f" ({rounds.count}/{seeds})"
+    return text
+
+
+def _cost_cell(axis: str, cost: report.Spread | None) -> str:
+    if cost is None:
+        return "-"
+    return report.AXES[axis].format(cost)
+
+
+def _row_as_json(row: report.Row) -> dict[str, object]:
+    cost_to: dict[str, dict[str, float | None]] = {}
+    for axis, costs in row.cost.items():
+        cost_to[axis] = {str(target): _mean(cost) for target, cost in costs.items()}
+    return {
+        "algorithm": row.label,
+        "seeds": row.seeds,
+        "accuracy": _mean(row.accuracy),
+        "flops": _mean(row.flops),
+        "peak_bytes": _mean(row.peak),
+        "cost_to": cost_to,
+    }
+
+
+def _mean(spread: report.Spread | None) -> float | None:
+    return spread and spread.mean

@@ -1,0 +1,82 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ExperimentName = Annotated[
+    str,
+    typer.Argument(
+        help="An experiment of the package (see `fedbilevel list experiments`) or a TOML file."
+    ),
+]
+Settings = Annotated[
+    list[str],
+    typer.Option("--set", help="Change a setting: key=value, e.g. algorithm.lr_x=0.05."),
+]
+AlgorithmName = Annotated[
+    str | None, typer.Option(help="The algorithm to run (see `fedbilevel list algorithms`).")
+]
+AlgorithmNames = Annotated[
+    str | None,
+    typer.Option(help="Comma-separated algorithms; by default those that the experiment lists."),
+]
+TaskName = Annotated[
+    str | None, typer.Option(help="Use another task, by name or as module:function.")
+]
+DataName = Annotated[str | None, typer.Option(help="Use another data set.")]
+Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of the partition, the initial point and every draw.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+Smoke = Annotated[
+    bool,
+    typer.Option(help="Only see whether it runs: 2 rounds, 2 clients, 32 samples, embedded data."),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the data sets; else $FEDBILEVEL_DATA, then the cache."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+RunFolder = Annotated[
+    Path | None, typer.Option(help="Run folder; by default a new folder below runs/.")
+]
+ComparisonFolder = Annotated[
+    Path | None, typer.Option(help="Folder of all runs; by default a new folder below runs/.")
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many runs at the same time; one per core by default."),
+]
+Clients = Annotated[int | None, typer.Option(min=1, help="Number of clients in the federation.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option(help="Folder made by `fedbilevel keys`: encrypts, and authenticates nodes."),
+]
+Plain = Annotated[
+    bool,
+    typer.Option(
+        "--plain", help="Allow connections to other machines without encryption and keys."
+    ),
+]
+
+
+def given_overrides(**options: object) -> dict[str, object]:
+    """Return the options that were given, by the dotted key of the experiment that each changes."""
+    keys = {"task": "task.name", "data": "data.name"}
+    return {keys.get(name, name): value for name, value in options.items() if value is not None}
+
+
+def unused_folder(folder: Path) -> Path:
+    """Return the folder if it does not exist, else its name with the next free number."""
+    candidate = folder
+    number = 2
+    while candidate.exists():
+        candidate = folder.with_name(f"{folder.name}-{number}")
+        number += 1
+    return candidate

@@ -1,0 +1,40 @@
+"""`fedbilevel report` and `fedbilevel export`: what finished runs have to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    figure: Annotated[
+        Path | None, typer.Option(help="Also write a figure for a paper: .pdf or .png.")
+    ] = None,
+) -> None:
+    """Write a self-contained page about runs, and a figure."""
+    from fedbilevel.report import write_figure, write_page
+
+    write_page(folders, out)
+    print(f"page: {out}")
+    if figure:
+        write_figure(folders, figure)
+        print(f"figure: {figure}")
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[
+        Path, typer.Option(help="The safetensors file to write.")
+    ],
+) -> None:
+    """Write the trained module of a run as a state_dict."""
+    from safetensors.torch import save
+
+    from fedbilevel.runs.load import load_run
+
+    out.write_bytes(save(load_run(folder).state_dict()))
+    print(f"written: {out}")

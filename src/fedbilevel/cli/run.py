@@ -1,0 +1,258 @@
+"""`fedbilevel run`: one run, simulated in this process or on a federation on this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedbilevel.cli import options
+from fedbilevel.cli.options import given_overrides, unused_folder
+from fedbilevel.core import checks
+
+if TYPE_CHECKING:
+    from fedbilevel.deploy.flower.deployment import Deployment
+    from fedbilevel.experiments.config import Config
+
+EXIT_CODES = {"completed": 0, "diverged": 3, "interrupted": 130}
+
+
+def run(
+    experiment: options.ExperimentName,
+    algorithm: options.AlgorithmName = None,
+    task: options.TaskName = None,
+    data: options.DataName = None,
+    rounds: options.Rounds = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    set_: options.Settings = [],  # noqa: B006  (typer expects a list)
+    out: options.RunFolder = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
+    smoke: options.Smoke = False,
+    data_dir: options.DataDir = None,
+    quiet: options.Quiet = False,
+    json_: options.Json = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Log to TensorBoard, in the run folder.")
+    ] = False,
+    mlflow: Annotated[
+        bool, typer.Option("--mlflow", help="Log to MLflow's tracking store.")
+    ] = False,
+    federation: Annotated[
+        str,
+        typer.Option(
+            help="simulated: in this process; flower: real nodes, all on this machine; "
+            "ray: Flower's simulation engine."
+        ),
+    ] = "simulated",
+    clients: options.Clients = None,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="flower: stock SuperNodes instead of warm nodes.")
+    ] = False,
+    keys: options.Keys = None,
+) -> None:
+    """Run one algorithm on an experiment.
+
+    The run folder holds its config, metrics, checkpoint and summary.
+    """
+    from fedbilevel.core import ranks
+
+    ranks.initialize()
+    if ranks.rank():  # only the first process prints and logs
+        quiet = True
+        json_ = False
+        tensorboard = False
+        mlflow = False
+    if quiet or json_:
+        logging.getLogger("fedbilevel").setLevel(logging.ERROR)
+    overrides = given_overrides(task=task, data=data, rounds=rounds, seed=seed, device=device)
+    title, config = resolve_run(
+        experiment, clients, algorithm=algorithm, settings=set_, overrides=overrides, smoke=smoke
+    )
+    _check_federation(federation, stock, keys)
+    folder = ranks.on_first_rank(lambda: out or default_folder(title))
+    without_progress = quiet or json_
+    if federation == "flower":
+        summary = _run_on_flower(
+            config, title, folder, clients, resume, data_dir, without_progress, stock, keys
+        )
+    elif federation == "ray":
+        from fedbilevel.cli.federation import simulate_on_ray
+
+        summary = simulate_on_ray(config, folder, resume, data_dir)
+    else:
+        summary = _simulate(
+            config, title, folder, resume, data_dir, without_progress, tensorboard, mlflow
+        )
+    finish(summary, folder, quiet, json_)
+
+
+def resolve_run(
+    experiment: str,
+    clients: int | None,
+    *,
+    algorithm: str | None = None,
+    settings: Iterable[str] = (),
+    overrides: Mapping[str, object] | None = None,
+    smoke: bool = False,
+) -> tuple[str, Config]:
+    """Read an experiment and resolve it to one run, for a given number of clients.
+
+    Args:
+        experiment: name of an experiment of the package, or path of a TOML file.
+        clients: the number of clients. The task deals its data to them, and if the experiment lets
+            more than that take part per round, all of them do. None: the experiment's own number.
+        algorithm: see `experiments.config.resolve`, also for the other arguments.
+        settings: changes as "KEY=VALUE".
+        overrides: changes by dotted key.
+        smoke: whether to reduce the run to a second.
+
+    Returns:
+        The title of the run, and its config.
+    """
+    from fedbilevel.experiments import config as configs
+
+    source, table = configs.read(experiment)
+
+    def resolve(changes: Mapping[str, object]) -> Config:
+        return configs.resolve(
+            source,
+            table,
+            algorithm=algorithm,
+            settings=settings,
+            overrides={**(overrides or {}), **changes},
+            smoke=smoke,
+        )
+
+    config = resolve({})
+    if clients is not None:
+        config = resolve(_changes_for_clients(config, clients))
+    return f"{Path(source).stem} {config.label} seed {config.experiment.seed}", config
+
+
+def _changes_for_clients(config: Config, clients: int) -> dict[str, object]:
+    changes: dict[str, object] = {}
+    for section in ("data", "task"):
+        if "clients" in config.table.get(section, {}):
+            changes[f"{section}.clients"] = clients
+            break
+    participation = config.environment.participation
+    if isinstance(participation, int) and participation > clients:
+        changes["environment.participation"] = clients
+    return changes
+
+
+def default_folder(title: str) -> Path:
+    """Return a new folder below runs/, named after the run."""
+    return unused_folder(Path("runs", title.replace(" ", "-")))
+
+
+def _check_federation(federation: str, stock: bool, keys: Path | None) -> None:
+    """Refuse an unknown federation, and one that the other options or torchrun rule out."""
+    from fedbilevel.core import ranks
+
+    checks.one_of("federation", federation, ("simulated", "flower", "ray"))
+    if federation != "simulated" and ranks.size() > 1:
+        raise ValueError(f"federation is {federation!r}; under torchrun it must be 'simulated'")
+    if federation != "flower" and (stock or keys):
+        raise ValueError("--stock and --keys are for --federation flower")
+
+
+def _simulate(
+    config: Config,
+    title: str,
+    folder: Path,
+    resume: bool,
+    data_dir: Path | None,
+    quiet: bool,
+    tensorboard: bool,
+    mlflow: bool,
+) -> dict[str, Any]:
+    """Run on a simulated federation in this process, and return the summary."""
+    from fedbilevel.cli.progress import Progress
+    from fedbilevel.cli.track import trackers
+    from fedbilevel.core import ranks
+    from fedbilevel.experiments.runner import prepare_run
+    from fedbilevel.runs.recorder import Recorder
+
+    with ranks.fail_together():
+        prepared = prepare_run(config, data_dir)
+        recorder = Recorder(
+            prepared, folder, config.table, resume, config.experiment.checkpoint_every
+        )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: prepared.stop())
+    with (
+        Progress(title, config.experiment.rounds, quiet) as progress,
+        trackers(folder, config.table, tensorboard=tensorboard, mlflow=mlflow) as track,
+    ):
+        for metrics in recorder:
+            progress.show(metrics)
+            track(metrics)
+    return recorder.summary()
+
+
+def _run_on_flower(
+    config: Config,
+    title: str,
+    folder: Path,
+    clients: int | None,
+    resume: bool,
+    data_dir: Path | None,
+    quiet: bool,
+    stock: bool,
+    keys: Path | None,
+) -> dict[str, Any]:
+    """Run on a SuperLink and nodes on this machine, and return the summary.
+
+    Each node loads its partition of the experiment's data.
+    """
+    from fedbilevel.cli.federation import serve
+    from fedbilevel.deploy.flower.deployment import Deployment
+
+    count = clients or len(config.load_task(data_dir).clients)
+    node_options = {}
+    if data_dir:
+        node_options["data-dir"] = str(data_dir.resolve())
+    if ":" in config.table["task"]["name"]:
+        node_options["task"] = config.table["task"]["name"]
+
+    def start_nodes(deployment: Deployment) -> None:
+        for partition in range(count):
+            deployment.start_node(partition, warm=not stock, options=node_options)
+
+    return serve(
+        config,
+        title,
+        folder,
+        deployment=Deployment(keys=keys),
+        clients=count,
+        resume=resume,
+        data_dir=data_dir,
+        quiet=quiet,
+        start_nodes=start_nodes,
+    )
+
+
+def finish(summary: Mapping[str, Any], folder: Path, quiet: bool, as_json: bool) -> None:
+    """Print how a run has ended, and exit with the code for that."""
+    if as_json:
+        print(json.dumps(summary))
+    elif not quiet:
+        _print_summary(summary, folder)
+    raise typer.Exit(EXIT_CODES[summary["status"]])
+
+
+def _print_summary(summary: Mapping[str, Any], folder: Path) -> None:
+    line = f"{summary['label']}: {summary['status']} after {summary['rounds']} rounds"
+    if summary["final_test_accuracy"] is not None:
+        line += f", test accuracy {summary['final_test_accuracy']:.4f}"
+    print(line)
+    if summary["reason"]:
+        print(f"reason: {summary['reason']}")
+    print(f"folder: {folder}")

@@ -1,0 +1,33 @@
+"""Packages that come with an extra of this package."""
+
+from importlib import import_module
+from typing import Any
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a module that an extra of this package installs.
+
+    Args:
+        module: the name of the module.
+        extra: the name of the extra.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: if the module cannot be imported; the message says how to install it.
+
+    Example:
+        >>> import_extra("json", "track").loads("1")
+        1
+        >>> import_extra("jason", "tune")
+        Traceback (most recent call last):
+            ...
+        ValueError: jason cannot be imported (No module named 'jason'); pip install fedbilevel[tune]
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{module} cannot be imported ({error}); pip install fedbilevel[{extra}]"
+        ) from error
