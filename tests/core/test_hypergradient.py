@@ -344,12 +344,12 @@ def test_a_dense_hessian_has_a_limit():
 
 def test_in_float32_an_upper_loss_without_y_has_the_gradient_in_x_alone() -> None:
     """The right-hand side of the linear system is then 0, and so is its residual."""
-    problem = fb.Problem(
+    problem = Problem(
         upper=lambda x, y, batch: (x["x"] ** 2).sum(),
         lower=lambda x, y, batch: ((y["y"] - x["x"]) ** 2).sum(),
         x={"x": torch.ones(2)},
         y={"y": torch.zeros(2)},
     )
-    clients = [fb.ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))]
-    gradient = fb.hypergradient(problem, clients, problem.x, method="exact")
+    clients = [ClientData(train=(torch.zeros(1),), val=(torch.zeros(1),))]
+    gradient = hypergradient(problem, clients, problem.x, method="exact")
     torch.testing.assert_close(gradient["x"], torch.full((2,), 2.0))

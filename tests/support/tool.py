@@ -106,7 +106,7 @@ def run_process(*arguments: object, cwd: Path, env: Mapping[str, str] | None = N
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
     [
-        "fedbilevel.cli.compare",
+        "fedbilevel.cli.comparison",
         "fedbilevel.cli.track",
         "fedbilevel.experiments.runner",
         "torch._dynamo",
