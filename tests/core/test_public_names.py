@@ -76,6 +76,16 @@ def test_every_public_name_resolves(name: str) -> None:
         assert value.__name__ == name
 
 
+@pytest.mark.parametrize("name", fb.__all__)
+def test_a_public_name_is_the_object_of_its_home(name: str) -> None:
+    value = getattr(fb, name)
+    module_name, _, attribute = fb._HOMES[name].partition(":")
+    home: object = sys.modules[f"fedbilevel.{module_name}"]
+    if attribute:
+        home = getattr(home, attribute)
+    assert value is home
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'fedbilevel' has no attribute 'Problme'"):
         fb.Problme  # noqa: B018

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbilevel.data import sources
+from fedbilevel.data import datasets, sources
 
 FOLDER = os.environ.get("FEDBILEVEL_DATA")
 
@@ -23,3 +23,9 @@ def is_stored(name: str) -> bool:
 def needs(name: str) -> pytest.MarkDecorator:
     """Return a mark that skips a test where a data set is not stored."""
     return pytest.mark.skipif(not is_stored(name), reason=f"needs {name} in $FEDBILEVEL_DATA")
+
+
+def forget_loaded() -> None:
+    """Make the next `data.load` and `data.characters` read files, and free what was loaded."""
+    datasets._load.cache_clear()
+    datasets._load_characters.cache_clear()

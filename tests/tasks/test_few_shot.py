@@ -26,28 +26,30 @@ class Pixels(Learner):
         return images.flatten(1)
 
 
-def pixels(ways: int, shots: int) -> Learner:
+def pixel_learner(ways: int, shots: int) -> Learner:
     return Pixels(torch.nn.Identity(), ways, shots, ridge=0.1, steps=1, lr=0.5)
 
 
-def numbered(characters: int, drawings: int = 20) -> Tensor:
+def numbered_images(characters: int, drawings: int = 20) -> Tensor:
     """Return images of one pixel: drawing d of character c is 100 c + d."""
     number = 100 * torch.arange(characters)[:, None] + torch.arange(drawings)
     return number.float().reshape(characters, drawings, 1, 1, 1)
 
 
-def sides(
+def embed_episode(
     learner: Learner, images: Tensor, key: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    x = fb.Tree()
-    return learner.embed(x, {"support": images}, key), learner.embed(x, {"query": images}, key)
+    """Return the support and the queries of one episode."""
+    support = learner.embed(fb.Tree(), {"support": images}, key)
+    query = learner.embed(fb.Tree(), {"query": images}, key)
+    return support, query
 
 
 @pytest.mark.parametrize("shots", [1, 5])
 def test_an_episode_splits_every_characters_drawings(shots: int) -> None:
-    learner = pixels(5, shots)
-    images = numbered(5)
-    support, query = sides(learner, images, KEY)
+    learner = pixel_learner(5, shots)
+    images = numbered_images(5)
+    support, query = embed_episode(learner, images, KEY)
     for part, drawings in ((support, shots), (query, 20 - shots)):
         positions = torch.arange(5).repeat_interleave(drawings)
         assert torch.equal(part["features"][:, 0].long() // 100, positions)
@@ -58,11 +60,11 @@ def test_an_episode_splits_every_characters_drawings(shots: int) -> None:
 
 @pytest.mark.parametrize("shots", [1, 5])
 def test_the_key_decides_the_support_of_each_character(shots: int) -> None:
-    learner = pixels(5, shots)
-    images = numbered(5)
-    support, _ = sides(learner, images, KEY)
-    same, _ = sides(learner, images, KEY)
-    other, _ = sides(learner, images, rng.fold_in(KEY, 1))
+    learner = pixel_learner(5, shots)
+    images = numbered_images(5)
+    support, _ = embed_episode(learner, images, KEY)
+    same, _ = embed_episode(learner, images, KEY)
+    other, _ = embed_episode(learner, images, rng.fold_in(KEY, 1))
     assert torch.equal(same["features"], support["features"])
     assert not torch.equal(other["features"], support["features"])
     first_drawings = (support["features"] % 100)[::shots]
@@ -71,8 +73,8 @@ def test_the_key_decides_the_support_of_each_character(shots: int) -> None:
 
 def test_supports_are_uniform() -> None:
     keys = rng.fold_in(KEY, torch.arange(4000))
-    learner = pixels(2, 1)
-    images = numbered(2, drawings=4)
+    learner = pixel_learner(2, 1)
+    images = numbered_images(2, drawings=4)
 
     def drawing_of_character_1(key: Tensor) -> Tensor:
         support = learner.embed(fb.Tree(), {"support": images}, key)

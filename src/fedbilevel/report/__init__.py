@@ -1,24 +1,47 @@
-"""Reports over run folders: a page to read, a figure to print and a ranked table."""
+"""Reports on run folders: a page to read, a figure to print and a ranked table."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedbilevel.report import _curves as curves
-from fedbilevel.report._curves import AXES, TARGETS, Axis, Row, Spread
+from fedbilevel.report._axes import AXES, Axis, Spread
+from fedbilevel.report._curves import group_runs
+from fedbilevel.report._tables import TARGETS, Row, rank, table_rows
 from fedbilevel.runs import folder
 
 __all__ = ["AXES", "TARGETS", "Axis", "Row", "Spread", "ranked", "write_figure", "write_page"]
 
 
 def ranked(paths: Iterable[Path | str], axis: str = "round") -> list[Row]:
-    """The ranked table over every run at or below the paths; `axis` is the key of the cost that decides."""
+    """Return the ranked table of runs.
+
+    Args:
+        paths: run folders, or folders that hold some.
+        axis: the key in `AXES` of the cost to rank by.
+
+    Returns:
+        A row per algorithm and configuration, the best first.
+
+    Raises:
+        FileNotFoundError: if one of the paths holds no run.
+        ValueError: if there is no such axis.
+    """
     if axis not in AXES:
         raise ValueError(f"axis is {axis!r}, expected one of {', '.join(AXES)}")
-    return curves.ranked(curves.rows(curves.group(map(folder.read, folder.find(paths)))), axis)
+    runs = [folder.read(path) for path in folder.find(paths)]
+    return rank(table_rows(group_runs(runs)), axis)
 
 
 def write_page(paths: Iterable[Path | str], out: Path | str) -> None:
-    """Write one HTML file, complete in itself, about every run at or below the paths."""
+    """Write a self-contained HTML file about runs.
+
+    Args:
+        paths: run folders, or folders that hold some.
+        out: the file to write.
+
+    Raises:
+        FileNotFoundError: if one of the paths holds no run.
+        ValueError: if no run has an evaluation to draw.
+    """
     from fedbilevel.report._page import page  # plotly takes long to import
 
     html = page([folder.read(path) for path in folder.find(paths)])
@@ -26,7 +49,16 @@ def write_page(paths: Iterable[Path | str], out: Path | str) -> None:
 
 
 def write_figure(paths: Iterable[Path | str], out: Path | str) -> None:
-    """Write a PDF or PNG for a paper about every run at or below the paths."""
+    """Write a figure about runs, for a paper.
+
+    Args:
+        paths: run folders, or folders that hold some.
+        out: the file to write, .pdf or .png.
+
+    Raises:
+        FileNotFoundError: if one of the paths holds no run.
+        ValueError: if the file is of another type, or no run has an evaluation to draw.
+    """
     from fedbilevel.report._figure import figure  # matplotlib takes long to import
 
     figure([folder.read(path) for path in folder.find(paths)], Path(out))

@@ -1,4 +1,4 @@
-"""Curves for a paper, through matplotlib."""
+"""A figure for a paper, drawn with matplotlib."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -10,23 +10,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from fedbilevel.report._axes import AXES, METRICS, Axis
 from fedbilevel.report._curves import (
-    AXES,
     LIGHT,
-    METRICS,
-    Axis,
     Group,
-    curve,
+    curve_style,
     drawable,
-    group,
-    logarithmic,
-    look,
+    group_runs,
+    mean_curve,
+    needs_log_scale,
 )
 from fedbilevel.runs.folder import RunFolder
 
 WIDTH = 7.0  # inches: both columns of a two-column page
+LEGEND_COLUMNS = 5  # at most
 STYLE: Any = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so the figure is the same on every machine
+    "font.family": "DejaVu Sans",  # matplotlib brings it: the same figure on every machine
     "font.size": 7,
     "axes.titlesize": 7,
     "axes.labelsize": 7,
@@ -46,10 +45,10 @@ STYLE: Any = {
     "axes.axisbelow": True,
     "lines.linewidth": 1.1,
     "figure.constrained_layout.w_pad": 0.08,
-    "pdf.fonttype": 42,  # fonts stay text: journals refuse type 3
+    "pdf.fonttype": 42,  # TrueType: journals refuse type 3
     "savefig.dpi": 300,
 }
-LINES = {
+LINE_STYLES = {
     "solid": "-",
     "dash": (0, (4, 1.5)),
     "dot": (0, (1, 1.2)),
@@ -58,32 +57,42 @@ LINES = {
 
 
 def figure(runs: Sequence[RunFolder], path: Path) -> None:
-    """Write the first metric over rounds and over virtual time (else bytes), and the other metrics over rounds."""
+    """Write a figure as PDF or PNG.
+
+    Its panels show every metric over rounds, and the first metric also over virtual time, or over
+    bytes if no time passed.
+    """
     if path.suffix not in (".pdf", ".png"):
         raise ValueError(f"{path} ends in {path.suffix!r}, expected .pdf or .png")
-    groups = group(runs)
-    panels = _panels(*drawable(runs))
-    columns = 2 if len(panels) == 4 else len(panels)
+    groups = group_runs(runs)
+    axes, metrics = drawable(runs)
+    panels = _panels(axes, metrics)
+    columns = len(panels)
+    if columns == 4:
+        columns = 2
     lines = ceil(len(panels) / columns)
+    metadata = None
+    if path.suffix == ".pdf":
+        metadata = {"CreationDate": None}  # the same runs give the same file
     with matplotlib.rc_context(STYLE):
         canvas = Figure(figsize=(WIDTH, 0.35 + 1.9 * lines), layout="constrained")
         for number, (axis, metric) in enumerate(panels, start=1):
             plot = canvas.add_subplot(lines, columns, number)
             _draw(plot, groups, axis, metric, labelled=number == 1)
-        wide = ceil(
-            len(groups) / ceil(len(groups) / 5)
-        )  # rows of five entries at most, evenly filled
-        canvas.legend(loc="outside upper center", ncols=wide, frameon=False, handlelength=2.4)
-        # No date inside: the same runs give the same file.
-        canvas.savefig(path, metadata={"CreationDate": None} if path.suffix == ".pdf" else None)
+        legend_lines = ceil(len(groups) / LEGEND_COLUMNS)
+        legend_columns = ceil(len(groups) / legend_lines)
+        canvas.legend(
+            loc="outside upper center", ncols=legend_columns, frameon=False, handlelength=2.4
+        )
+        canvas.savefig(path, metadata=metadata)
 
 
-def _panels(along: Sequence[Axis], measured: Sequence[str]) -> list[tuple[Axis, str]]:
-    """What each panel shows: its horizontal axis and its metric."""
-    panels = [(AXES["round"], metric) for metric in measured]
-    for cost in (AXES["virtual_s"], AXES["bytes"]):
-        if cost in along:
-            panels.insert(1, (cost, measured[0]))
+def _panels(axes: Sequence[Axis], metrics: Sequence[str]) -> list[tuple[Axis, str]]:
+    """Return the horizontal axis and the metric of each panel."""
+    panels = [(AXES["round"], metric) for metric in metrics]
+    for axis in (AXES["virtual_s"], AXES["bytes"]):
+        if axis in axes:
+            panels.insert(1, (axis, metrics[0]))
             break
     return panels
 
@@ -91,27 +100,28 @@ def _panels(along: Sequence[Axis], measured: Sequence[str]) -> list[tuple[Axis, 
 def _draw(plot: Axes, groups: Sequence[Group], axis: Axis, metric: str, labelled: bool) -> None:
     """Draw one panel; the legend lists the curves of the panel that is labelled."""
     curves = {}
-    for index, g in enumerate(groups):
-        found = curve(g.runs, axis.key, metric)
-        if found is not None:
-            curves[index] = found
-    largest = max((float(c.x[-1]) for c in curves.values()), default=0.0)
+    for index, group in enumerate(groups):
+        curve = mean_curve(group.runs, axis.key, metric)
+        if curve is not None:
+            curves[index] = curve
+    largest = max((float(curve.x[-1]) for curve in curves.values()), default=0.0)
     divisor, _ = axis.unit(largest)
-    for index, c in curves.items():
-        place, dash = look(index)
-        colour = LIGHT[place]
-        x = c.x / divisor
-        # A bare $ would begin a formula.
-        label = groups[index].label.replace("$", r"\$") if labelled else None
-        plot.plot(x, c.mean, color=colour, linestyle=LINES[dash], label=label)
-        plot.fill_between(x, c.low, c.high, color=colour, alpha=0.15, linewidth=0)
+    for index, curve in curves.items():
+        colour_index, dash = curve_style(index)
+        colour = LIGHT[colour_index]
+        x = curve.x / divisor
+        label = None
+        if labelled:
+            label = groups[index].label.replace("$", r"\$")  # a bare $ would begin a formula
+        plot.plot(x, curve.mean, color=colour, linestyle=LINE_STYLES[dash], label=label)
+        plot.fill_between(x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
     plot.set(xlabel=axis.heading(largest), ylabel=METRICS[metric])
     plot.margins(x=0)
-    if logarithmic(curves.values()):
-        _log_scale(plot)
+    if needs_log_scale(curves.values()):
+        _set_log_scale(plot)
 
 
-def _log_scale(plot: Axes) -> None:
+def _set_log_scale(plot: Axes) -> None:
     plot.set_yscale("log")
     low, high = plot.get_ylim()
     if high / low < 1e3:  # few powers of ten: label 1, 2 and 5 of each, as plain numbers
