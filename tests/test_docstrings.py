@@ -125,7 +125,7 @@ def test_a_name_of_the_reference_has_arguments_result_and_example(name: str) -> 
     error = isinstance(item, griffe.Class) and name.endswith("Error")
     if not error:
         assert item.docstring
-        assert ">>>" in item.docstring.value, "no example"
+        assert "examples" in sections(item), "no section Examples"
 
 
 def test_every_public_name_of_the_package_is_in_the_reference() -> None:

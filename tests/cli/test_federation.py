@@ -1,11 +1,10 @@
-"""Commands for real federations: what cannot start says so before anything is started."""
+"""Commands for real federations refuse wrong options before anything is started."""
 
 from __future__ import annotations
 
 import pytest
 
-from fedbilevel.cli import _with_clients, main
-from fedbilevel.experiments import config as configs
+from fedbilevel.cli import main
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,7 @@ from fedbilevel.experiments import config as configs
         ("run digits --stock", "for --federation flower"),
     ],
 )
-def test_what_cannot_start_says_so_in_one_line(
+def test_wrong_options_are_refused_in_one_line(
     command: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -29,10 +28,3 @@ def test_what_cannot_start_says_so_in_one_line(
     assert ended.value.code == 2
     assert reason in printed
     assert printed.count("\n") == 1
-
-
-def test_of_fewer_clients_than_take_part_all_take_part() -> None:
-    place, table = configs.read("digits")
-    config = _with_clients(lambda changes: configs.resolve(place, table, overrides=changes), 4)
-    assert config.environment.participation == 4
-    assert len(config.load_task(None).clients) == 4

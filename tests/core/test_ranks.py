@@ -254,7 +254,8 @@ def test_under_torchrun_the_first_rank_alone_writes_and_prints(folder: Path) -> 
     reason = "already holds a run; resume it with --resume or give another folder with --out"
     assert first[1][::2] == [2, f"error: {out} {reason}\n"]
     reason = (
-        "torchrun has started 2 processes; `fedbilevel compare` is one, only `run` is shared out"
+        "torchrun has started 2 processes, but only `fedbilevel run` can use several, "
+        "not `fedbilevel compare`"
     )
     assert first[2] == [2, "", f"error: {reason}\n"]
     assert second == [[0, "", ""], [2, "", ""], [2, "", ""]]

@@ -131,7 +131,7 @@ class AdaFBiO(Algorithm):
         neumann_steps: The number J of Neumann terms, at least 2.
         truncation: "random" for a product of random length, "sum" for its expectation.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4, heterogeneity=0.0)
         >>> method = fb.algorithms.AdaFBiO(lr_x=0.1, lr_y=0.2, neumann_lr=1.0, norm_floor=1.0)

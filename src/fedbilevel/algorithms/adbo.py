@@ -213,7 +213,7 @@ class SDBO(Algorithm):
         plane_steps: The number K of steps that make a plane.
         prune_below: Planes with a smaller multiplier are dropped when a plane is added.
 
-    Example:
+    Examples:
         The first iteration has a second round, which adds the first plane:
 
         >>> import fedbilevel as fb
@@ -396,7 +396,7 @@ class ADBO(SDBO):
         prune_below: Planes with a smaller multiplier are dropped when a plane is added.
         max_delay: How many iterations old a client's last reply may become.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> environment = fb.Environment(participation=2, delay=fb.delays.LogNormal(1.0, 0.5))

@@ -335,7 +335,7 @@ class AFBO(Algorithm):
         delay_aware: Divide the server's steps by 1 + the mean age of the replies in the sums, in
             iterations. The paper asks for smaller steps under longer delays and gives no rule.
 
-    Example:
+    Examples:
         Two of six clients are five times slower, and an iteration waits for two replies:
 
         >>> import fedbilevel as fb

@@ -127,7 +127,7 @@ class AFL(Algorithm):
         variant: "cs", the mean over the last replies of all clients; or "cd", the mean over the
             replies that have just arrived.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> environment = fb.Environment(participation=2, delay=fb.delays.Constant(1.0))

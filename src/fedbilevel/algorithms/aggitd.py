@@ -108,7 +108,7 @@ class AggITD(Algorithm):
         upper_steps: Local steps of the upper round, likewise.
         printed: Estimate as lines 6 and 15 are printed.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> method = fb.algorithms.AggITD(inner_rounds=2, lr_x=0.1, lr_y=0.5, neumann_lr=0.5)

@@ -149,7 +149,7 @@ class ASFBO(Algorithm):
         radius: Radius of the ball that the server's z is projected onto.
         damping: Multiple of the identity that is added to the Hessian of z's system.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> result = fb.solve(
@@ -279,7 +279,7 @@ class LAASFBO(ASFBO):
         radius: Radius of the ball that the server's z is projected onto.
         damping: Multiple of the identity that is added to the Hessian of z's system.
 
-    Example:
+    Examples:
         Three local steps are 2 * 3 - 1 fused evaluations, of 3 gradients each, on each of 4
         clients:
 

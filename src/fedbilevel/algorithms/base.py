@@ -19,7 +19,7 @@ class State(Protocol):
     Each algorithm has its own: a `NamedTuple` of trees, tensors, numbers, and lists, tuples and
     dicts of them, so that a checkpoint can hold it. It has at least `x` and `y`.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> fb.algorithms.SimFBO().init(task.problem)._fields
@@ -58,7 +58,7 @@ class Algorithm(ABC):
         lower_levels: The kinds of lower levels it can solve, see `Problem.lower_level`.
         submodels: Whether clients may hold parts of the model, see `Environment.capacity`.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> method = fb.algorithms.SimFBO(lr_x=fb.schedules.Power(0.1, power=0.5))
         >>> method.at(0).lr_x, method.at(3).lr_x

@@ -187,7 +187,7 @@ class FedAvg(Algorithm):
         train: What is trained: "both", or "y" to leave x at its start.
         episode_steps: Gradient steps per episode; used with a private lower level only.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> method = fb.algorithms.FedAvg(lr_y=0.4, train="y")

@@ -118,7 +118,7 @@ class FedBiO(Algorithm):
         radius: The radius r of the ball that each step projects z onto; an upper bound of the norm
             of the solution.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> method = fb.algorithms.FedBiO(lr_x=0.05, lr_y=0.5, lr_z=0.5)
@@ -302,7 +302,7 @@ class FedBiOAcc(FedBiO):
         radius: The radius r of the ball that each step projects z onto.
         momentum_weight: The weight w with which a momentum forgets, in (0, 1]; 1 is no momentum.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> method = fb.algorithms.FedBiOAcc(lr_x=0.05, lr_y=0.5, lr_z=0.5)

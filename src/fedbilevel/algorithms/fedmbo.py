@@ -107,7 +107,7 @@ class FedMBO(Algorithm):
         neumann_steps: The number N of terms that the estimate has in expectation.
         inner_rounds: The number T of steps on y.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> method = fb.algorithms.FedMBO(inner_rounds=2, neumann_steps=3)

@@ -159,7 +159,7 @@ class FedNest(_NestedLoops):
         truncation: "sum" or "random".
         compat: "reference" for what the published code does, or None.
 
-    Example:
+    Examples:
         An iteration takes 2 * 2 + 10 + 3 rounds:
 
         >>> import fedbilevel as fb
@@ -304,7 +304,7 @@ class LFedNest(_NestedLoops):
         environment's.
         upper_steps: Local steps of the upper round, likewise.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> method = fb.algorithms.LFedNest(inner_rounds=2)

@@ -51,7 +51,7 @@ class FedRolex(HeteroFL):
         train: What is trained: "both", or "y" to leave x at its start.
         episode_steps: Gradient steps per episode; used with a private lower level only.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=8)
         >>> small = fb.Environment(capacity=0.25, batch_size=16)

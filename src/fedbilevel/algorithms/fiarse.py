@@ -120,7 +120,7 @@ class FIARSE(FedAvg):
         train: What is trained: "both", or "y" to leave x at its start.
         episode_steps: Gradient steps per episode; used with a private lower level only.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=8)
         >>> small = fb.Environment(capacity=0.5, batch_size=16)
@@ -195,7 +195,7 @@ class FIARSEStructured(HeteroFL):
         train: What is trained: "both", or "y" to leave x at its start.
         episode_steps: Gradient steps per episode; used with a private lower level only.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=8)
         >>> small = fb.Environment(capacity=0.5, batch_size=16)

@@ -54,7 +54,7 @@ class HeteroFL(FedAvg):
         train: What is trained: "both", or "y" to leave x at its start.
         episode_steps: Gradient steps per episode; used with a private lower level only.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=8)
         >>> small = fb.Environment(capacity=[1.0, 0.25], batch_size=16)

@@ -159,7 +159,7 @@ class LocalBSGM(Algorithm):
         neumann_steps: The number J of Neumann terms, at least 2.
         truncation: "random" for a product of random length, "sum" for its expectation.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4, heterogeneity=0.0)
         >>> method = fb.algorithms.LocalBSGM(lr_x=0.1, lr_y=0.5, neumann_lr=1.0, truncation="sum")
@@ -269,7 +269,7 @@ class LocalBSGVR(LocalBSGM):
         neumann_steps: The number J of Neumann terms, at least 2.
         truncation: "random" for a product of random length, "sum" for its expectation.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4, heterogeneity=0.0)
         >>> method = fb.algorithms.LocalBSGVR(lr_x=0.1, lr_y=0.5, neumann_lr=1.0)

@@ -104,7 +104,7 @@ class MAML(Algorithm):
         inner_steps: The number K of inner steps per episode.
         first_order: Whether to leave out the derivative through the inner steps.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("few-shot", clients=1, ways=2, hidden=4, episodes=2)
         >>> method = fb.algorithms.MAML(inner_steps=1)

@@ -135,7 +135,7 @@ class OAP(FedAvg):
         episode_steps: Gradient steps per episode; used with a private lower level only.
         core: The share of the weights that everyone holds, in (0, 1].
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=8)
         >>> small = fb.Environment(capacity=0.5, batch_size=16)
@@ -218,7 +218,7 @@ class OAPStructured(HeteroFL):
         episode_steps: Gradient steps per episode; used with a private lower level only.
         core: The share of the units that everyone holds, in (0, 1].
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=8)
         >>> small = fb.Environment(capacity=0.5, batch_size=16)

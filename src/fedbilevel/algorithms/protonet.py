@@ -109,7 +109,7 @@ class ProtoNet(Algorithm):
     Args:
         lr_x: Step size of x, a number or a schedule.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("few-shot", clients=1, ways=2, hidden=4, episodes=2)
         >>> episodes = fb.Environment(batch_size=2)

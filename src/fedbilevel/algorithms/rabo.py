@@ -184,7 +184,7 @@ class RABO(Algorithm):
         radius: The radius of the ball that z is projected onto; used if the hypergradient is
             global.
 
-    Example:
+    Examples:
         On heterogeneous clients only the global hypergradient leads to the solution:
 
         >>> import fedbilevel as fb
@@ -399,7 +399,7 @@ class RAFBO(RABO):
         directions: The number k of random directions of "response".
         width: The distance over which differences are taken.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4, heterogeneity=0.0)
         >>> steps = {"lr_x": 0.1, "lr_y": 0.5, "lower_steps": 1, "neumann_lr": 1.0}

@@ -27,7 +27,7 @@ def register(name: str) -> Callable[[A], A]:
     Raises:
         ValueError: If another algorithm has this name.
 
-    Example:
+    Examples:
         A name stands for one class:
 
         >>> from fedbilevel.algorithms import SimFBO, register
@@ -54,7 +54,7 @@ def names() -> list[str]:
     Returns:
         The names, in the order of registration.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> "simfbo" in fb.algorithms.names()
         True
@@ -74,7 +74,7 @@ def get(name: str) -> type[Algorithm]:
     Raises:
         ValueError: If no algorithm has this name; the message suggests similar ones.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> fb.algorithms.get("shrofbo")(lr_x=0.1).lr_x
         0.1

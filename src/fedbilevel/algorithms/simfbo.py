@@ -145,7 +145,7 @@ class SimFBO(Algorithm):
         damping: Multiple of the identity that is added to the Hessian of z's system.
         independent_batches: Draw new batches for each of the three directions.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> method = fb.algorithms.SimFBO(server_lr_x=0.1, server_lr_y=0.5, server_lr_z=0.5)
@@ -230,7 +230,7 @@ class ShroFBO(SimFBO):
         damping: Multiple of the identity that is added to the Hessian of z's system.
         independent_batches: Draw new batches for each of the three directions.
 
-    Example:
+    Examples:
         One client takes twice as many local steps as the other, and x still converges to the
         solution of the problem with equal weights:
 

@@ -139,7 +139,7 @@ class UniFBO(Algorithm):
             iteration.
         barrier: Whether an iteration waits for its whole cohort.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> method = fb.algorithms.UniFBO(lr_x=0.3, lr_y=0.5, lr_z=0.5)

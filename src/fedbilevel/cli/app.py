@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     raised instead, which shows the traceback.
 
     Args:
-        arguments: the command and its arguments. None: those of this process.
+        arguments: The command and its arguments. None: those of this process.
     """
     configure_process()
     if arguments is None:

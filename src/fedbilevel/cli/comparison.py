@@ -57,7 +57,7 @@ def compared_algorithms(table: Mapping[str, Any], option: str | None) -> list[st
     """Return the names of the algorithms to run.
 
     Args:
-        table: the experiment.
+        table: The experiment.
         option: comma-separated names. None: those that the experiment compares.
 
     Returns:
@@ -80,20 +80,20 @@ class Comparison:
     """Runs the members of a comparison that are not finished, and reports on all of them.
 
     Args:
-        folder: the folder of the comparison.
-        members: the config of each run, by the path of its folder below `folder`.
-        data_dir: folder of the data sets. None: the default folder.
-        resume: whether to resume the runs in the folder.
-        jobs: how many runs at the same time.
+        folder: The folder of the comparison.
+        members: The config of each run, by the path of its folder below `folder`.
+        data_dir: Folder of the data sets. None: the default folder.
+        resume: Whether to resume the runs in the folder.
+        jobs: How many runs at the same time.
 
     Attributes:
-        waiting: the members that are not started yet.
-        running: the processes of the members that are running.
-        ended: how each of the other members has ended.
+        waiting: The members that are not started yet.
+        running: The processes of the members that are running.
+        ended: How each of the other members has ended.
 
     Raises:
-        FileExistsError: if the folder holds runs that are not to be resumed.
-        ValueError: if a run in the folder has other settings.
+        FileExistsError: If the folder holds runs that are not to be resumed.
+        ValueError: If a run in the folder has other settings.
     """
 
     extensible: ClassVar[tuple[str, ...]] = EXTENSIBLE

@@ -46,12 +46,12 @@ class RunMonitor:
     """Follows a run that a server on a SuperLink writes, and shows its metrics and warnings.
 
     Args:
-        report: the file in which the server reports (see `Deployment.submit`).
-        folder: the run folder.
-        progress: shows the metrics.
+        report: The file in which the server reports (see `Deployment.submit`).
+        folder: The run folder.
+        progress: Shows the metrics.
 
     Attributes:
-        stop_requests: how often the user has asked to stop. The first time, the server may end its
+        stop_requests: How often the user has asked to stop. The first time, the server may end its
             iteration; the second time, it is not waited for.
     """
 
@@ -70,7 +70,7 @@ class RunMonitor:
         """Wait until the run has ended, and return the last report of the server.
 
         Raises:
-            DeploymentError: a process of the deployment has ended before the run.
+            DeploymentError: A process of the deployment has ended before the run.
         """
         asked_to_stop_at = 0.0
         while True:
@@ -143,21 +143,21 @@ def serve(
     """Run an experiment on a SuperLink of its own, and show its progress.
 
     Args:
-        config: the experiment.
-        title: what the progress is called.
-        folder: the run folder.
-        deployment: where the SuperLink will be; it is started and stopped here.
-        clients: the number of clients. None: that of the task.
-        resume: whether to resume the run in the folder.
-        data_dir: folder of the data sets. None: the default folder.
-        quiet: whether to show no progress.
-        start_nodes: starts nodes on this machine. None: nodes join from elsewhere.
+        config: The experiment.
+        title: What the progress is called.
+        folder: The run folder.
+        deployment: Where the SuperLink will be; it is started and stopped here.
+        clients: The number of clients. None: that of the task.
+        resume: Whether to resume the run in the folder.
+        data_dir: Folder of the data sets. None: the default folder.
+        quiet: Whether to show no progress.
+        start_nodes: Starts nodes on this machine. None: nodes join from elsewhere.
 
     Returns:
         The summary of the run.
 
     Raises:
-        DeploymentError: a process has failed, or the run left no summary.
+        DeploymentError: A process has failed, or the run left no summary.
     """
     folder = folder.resolve()
     check_writable(folder, config.table, resume)
@@ -201,10 +201,10 @@ def simulate_on_ray(
     """Run an experiment on Flower's simulation engine, with clients in processes of Ray.
 
     Args:
-        config: the experiment.
-        folder: the run folder.
-        resume: whether to resume the run in the folder.
-        data_dir: folder of the data sets. None: the default folder.
+        config: The experiment.
+        folder: The run folder.
+        resume: Whether to resume the run in the folder.
+        data_dir: Folder of the data sets. None: the default folder.
 
     Returns:
         The summary of the run.
@@ -303,16 +303,16 @@ def join(
     """Be a client until the process is ended.
 
     Args:
-        address: host:port of the SuperLink.
-        node: which client this is, and what it will run.
-        ca: certificate of the authority that signed the server's certificate.
-        key: private key of the node.
-        plain: whether to connect without encryption.
-        warm: whether this process becomes a warm node, or supervises a stock SuperNode.
+        address: Host:port of the SuperLink.
+        node: Which client this is, and what it will run.
+        ca: Certificate of the authority that signed the server's certificate.
+        key: Private key of the node.
+        plain: Whether to connect without encryption.
+        warm: Whether this process becomes a warm node, or supervises a stock SuperNode.
 
     Raises:
-        RefusedError: a warm node could not connect.
-        DeploymentError: a stock SuperNode could not connect.
+        RefusedError: A warm node could not connect.
+        DeploymentError: A stock SuperNode could not connect.
     """
     settings = {
         "client-data": node.client_data,

@@ -35,9 +35,9 @@ class Progress:
     """Shows the progress of a run on stderr while it is entered as a context.
 
     Args:
-        title: the title of the run.
-        rounds: its budget of rounds.
-        quiet: whether to show nothing.
+        title: The title of the run.
+        rounds: Its budget of rounds.
+        quiet: Whether to show nothing.
     """
 
     def __init__(self, title: str, rounds: int, quiet: bool) -> None:

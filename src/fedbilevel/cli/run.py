@@ -104,13 +104,13 @@ def resolve_run(
     """Read an experiment and resolve it to one run, for a given number of clients.
 
     Args:
-        experiment: name of an experiment of the package, or path of a TOML file.
-        clients: the number of clients. The task deals its data to them, and if the experiment lets
+        experiment: Name of an experiment of the package, or path of a TOML file.
+        clients: The number of clients. The task deals its data to them, and if the experiment lets
             more than that take part per round, all of them do. None: the experiment's own number.
-        algorithm: see `experiments.config.resolve`, also for the other arguments.
-        settings: changes as "KEY=VALUE".
-        overrides: changes by dotted key.
-        smoke: whether to reduce the run to a second.
+        algorithm: See `experiments.config.resolve`, also for the other arguments.
+        settings: Changes as "KEY=VALUE".
+        overrides: Changes by dotted key.
+        smoke: Whether to reduce the run to a second.
 
     Returns:
         The title of the run, and its config.

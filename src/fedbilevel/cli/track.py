@@ -21,16 +21,16 @@ def trackers(
     """Open trackers for a run.
 
     Args:
-        folder: the run folder.
-        config: the resolved experiment.
-        tensorboard: whether to log to TensorBoard.
-        mlflow: whether to log to MLflow.
+        folder: The run folder.
+        config: The resolved experiment.
+        tensorboard: Whether to log to TensorBoard.
+        mlflow: Whether to log to MLflow.
 
     Yields:
         A function that logs the metrics of an evaluation to every tracker.
 
     Raises:
-        ValueError: if a tracker is not installed.
+        ValueError: If a tracker is not installed.
     """
     with ExitStack() as stack:
         log_functions: list[LogFunction] = []

@@ -38,17 +38,17 @@ class Tuning(Comparison):
     that was not.
 
     Args:
-        folder: the folder of the search.
-        methods: the config of each algorithm, by its label.
-        trials: the number of trials per algorithm.
-        experiment: the experiment that tuned.toml gives the best settings to.
-        data_dir: folder of the data sets. None: the default folder.
-        resume: whether to resume the trials in the folder.
-        jobs: how many runs at the same time.
+        folder: The folder of the search.
+        methods: The config of each algorithm, by its label.
+        trials: The number of trials per algorithm.
+        experiment: The experiment that tuned.toml gives the best settings to.
+        data_dir: Folder of the data sets. None: the default folder.
+        resume: Whether to resume the trials in the folder.
+        jobs: How many runs at the same time.
 
     Raises:
-        FileExistsError: if the folder holds trials that are not to be resumed.
-        ValueError: if optuna is not installed, if an algorithm has no step sizes to tune, or if a
+        FileExistsError: If the folder holds trials that are not to be resumed.
+        ValueError: If optuna is not installed, if an algorithm has no step sizes to tune, or if a
             trial in the folder has other settings.
     """
 

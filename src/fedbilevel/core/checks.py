@@ -4,7 +4,7 @@ Every check takes the name of the value and the value, and returns the value. A 
 allowed raises a `TypeError` or `ValueError` whose message is one sentence: the name, the value and
 what is allowed.
 
-Example:
+Examples:
     >>> from fedbilevel.core import checks
     >>> checks.integer("clients", 3, least=1)
     3

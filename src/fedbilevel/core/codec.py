@@ -2,7 +2,7 @@
 
 A value is a nest of dicts, lists, tuples, trees, tensors, numbers, strings, booleans and None.
 
-Example:
+Examples:
     >>> tensors = {}
     >>> plain = pack({"x": Tree(w=torch.ones(2)), "t": (3, None)}, tensors)
     >>> plain
@@ -29,16 +29,16 @@ def pack(value: object, tensors: dict[str, Tensor]) -> object:
     them it was; lists, numbers, strings, booleans and None stay as they are.
 
     Args:
-        value: the nested value.
-        tensors: receives a copy on the CPU of every tensor, named by its number.
+        value: The nested value.
+        tensors: Receives a copy on the CPU of every tensor, named by its number.
 
     Returns:
         The value as JSON.
 
     Raises:
-        TypeError: the value holds an object of another type.
+        TypeError: The value holds an object of another type.
 
-    Example:
+    Examples:
         >>> pack((1, "a", None), {})
         {'tuple': [1, 'a', None]}
     """
@@ -64,15 +64,15 @@ def unpack(value: object, tensors: Mapping[str, Tensor]) -> Any:
 
     Args:
         value: JSON as `pack` returns it.
-        tensors: the tensors that `pack` collected.
+        tensors: The tensors that `pack` collected.
 
     Returns:
         The nested value; its tensors are those of `tensors`, not copies.
 
     Raises:
-        ValueError: an object has a kind that `pack` never writes.
+        ValueError: An object has a kind that `pack` never writes.
 
-    Example:
+    Examples:
         >>> unpack({"tuple": [1, {"tensor": "0"}]}, {"0": torch.tensor(2)})
         (1, tensor(2))
     """

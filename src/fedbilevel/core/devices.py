@@ -19,9 +19,9 @@ def resolve_device(device: str) -> str:
         The name of the device; never "auto".
 
     Raises:
-        ValueError: the device is not available on this machine.
+        ValueError: The device is not available on this machine.
 
-    Example:
+    Examples:
         >>> resolve_device("cpu")
         'cpu'
     """
@@ -52,14 +52,14 @@ def to_device(
     """Return numbers as a tensor on a device, without waiting for the copy to a GPU.
 
     Args:
-        values: a number, a sequence of numbers or a tensor.
-        device: the device of the result.
-        dtype: the dtype of the result; None infers it as `torch.as_tensor` does.
+        values: A number, a sequence of numbers or a tensor.
+        device: The device of the result.
+        dtype: The dtype of the result; None infers it as `torch.as_tensor` does.
 
     Returns:
         The tensor.
 
-    Example:
+    Examples:
         >>> to_device([1, 2], "cpu", torch.float64)
         tensor([1., 2.], dtype=torch.float64)
     """
@@ -71,14 +71,14 @@ def constant(values: tuple[float, ...], device: str | torch.device, dtype: torch
     """Return numbers as a tensor on a device, from a cache if they were asked for before.
 
     Args:
-        values: the numbers.
-        device: the device of the result.
-        dtype: the dtype of the result.
+        values: The numbers.
+        device: The device of the result.
+        dtype: The dtype of the result.
 
     Returns:
         The tensor. All callers share it, so it must not be changed in place.
 
-    Example:
+    Examples:
         >>> constant((1.0, 2.0), "cpu", torch.float64)
         tensor([1., 2.], dtype=torch.float64)
     """
@@ -89,13 +89,13 @@ def fetch_async(tensor: Tensor) -> Callable[[], Tensor]:
     """Start copying a tensor to the CPU, and return a function that waits for the copy.
 
     Args:
-        tensor: a tensor on any device.
+        tensor: A tensor on any device.
 
     Returns:
         A function that returns the tensor on the CPU. It waits until the GPU has done the work that
         was queued before this call, not the work that was queued since.
 
-    Example:
+    Examples:
         >>> fetch = fetch_async(torch.ones(2))
         >>> fetch()
         tensor([1., 1.])
@@ -123,7 +123,7 @@ def stack_bytes(device: str) -> int:
     Returns:
         2 GiB on a CPU, a quarter of the memory of a GPU.
 
-    Example:
+    Examples:
         >>> stack_bytes("cpu")
         2147483648
     """

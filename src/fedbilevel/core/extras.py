@@ -8,16 +8,16 @@ def import_extra(module: str, extra: str) -> Any:
     """Import a module that an extra of this package installs.
 
     Args:
-        module: the name of the module.
-        extra: the name of the extra.
+        module: The name of the module.
+        extra: The name of the extra.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: if the module cannot be imported; the message says how to install it.
+        ValueError: If the module cannot be imported; the message says how to install it.
 
-    Example:
+    Examples:
         >>> import_extra("json", "track").loads("1")
         1
         >>> import_extra("jason", "tune")

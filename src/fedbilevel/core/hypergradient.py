@@ -33,12 +33,12 @@ class PooledProblem:
     """The global losses F and G, on the data of all clients.
 
     Args:
-        problem: a problem with a shared lower level.
-        clients: the data of all clients.
-        weights: the weights p_i; see `client_weights`.
+        problem: A problem with a shared lower level.
+        clients: The data of all clients.
+        weights: The weights p_i; see `client_weights`.
 
     Raises:
-        ValueError: the lower level is private, or the weights do not fit the clients.
+        ValueError: The lower level is private, or the weights do not fit the clients.
     """
 
     def __init__(
@@ -121,21 +121,21 @@ def solve_lower(
     Newton's method with a line search, from the problem's initial y to the precision of its dtype.
 
     Args:
-        problem: a problem with a shared lower level that is strongly convex in y.
-        clients: the data of all clients.
-        x: the upper variables.
+        problem: A problem with a shared lower level that is strongly convex in y.
+        clients: The data of all clients.
+        x: The upper variables.
         method: "exact" builds the Hessian (y of at most 5,000 entries), "cg" and "neumann" solve
             for Newton steps by conjugate gradients.
-        weights: the weights p_i: "uniform", "samples" or one number per client.
+        weights: The weights p_i: "uniform", "samples" or one number per client.
 
     Returns:
         y*(x), a tree like y.
 
     Raises:
-        ValueError: the lower level is private, could not be solved or is not strongly convex, or
+        ValueError: The lower level is private, could not be solved or is not strongly convex, or
             an argument is not allowed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
@@ -190,11 +190,11 @@ def line_search(
     """The longest acceptable fraction of a Newton step, by backtracking.
 
     Args:
-        lower: the lower loss as a function of (x, y).
-        x: the upper variables.
-        y: the point from which to step.
-        g_y: the gradient of `lower` in y there.
-        step: the Newton step; the new point is y - fraction * step.
+        lower: The lower loss as a function of (x, y).
+        x: The upper variables.
+        y: The point from which to step.
+        g_y: The gradient of `lower` in y there.
+        step: The Newton step; the new point is y - fraction * step.
 
     Returns:
         The first of 1, 1/2, 1/4, ... that shortens the gradient or lowers the loss enough
@@ -224,19 +224,19 @@ def phi(
     """The objective Phi(x) = F(x, y*(x)).
 
     Args:
-        problem: a problem with a shared lower level that is strongly convex in y.
-        clients: the data of all clients.
-        x: the upper variables.
-        method: how to solve the lower level; see `solve_lower`.
-        weights: the weights p_i: "uniform", "samples" or one number per client.
+        problem: A problem with a shared lower level that is strongly convex in y.
+        clients: The data of all clients.
+        x: The upper variables.
+        method: How to solve the lower level; see `solve_lower`.
+        weights: The weights p_i: "uniform", "samples" or one number per client.
 
     Returns:
         A 0-d tensor.
 
     Raises:
-        ValueError: as `solve_lower`.
+        ValueError: As `solve_lower`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> from fedbilevel.core.hypergradient import phi
@@ -262,23 +262,23 @@ def hypergradient(
         grad Phi(x) = grad_x F - d2xy G [d2yy G]^-1 grad_y F    at (x, y*(x))
 
     Args:
-        problem: a problem with a shared lower level that is strongly convex in y.
-        clients: the data of all clients.
-        x: the upper variables.
-        method: how to solve the linear system: "exact" builds the Hessian (y of at most 5,000
+        problem: A problem with a shared lower level that is strongly convex in y.
+        clients: The data of all clients.
+        x: The upper variables.
+        method: How to solve the linear system: "exact" builds the Hessian (y of at most 5,000
             entries), "cg" uses conjugate gradients, "neumann" a Neumann series of 2,000 terms.
-        weights: the weights p_i: "uniform", "samples" or one number per client.
-        solver: replaces the linear solver of `method`, for instance `fb.linear.Neumann(steps=5)`
+        weights: The weights p_i: "uniform", "samples" or one number per client.
+        solver: Replaces the linear solver of `method`, for instance `fb.linear.Neumann(steps=5)`
             to see the bias of a short series. Its residual is not checked.
 
     Returns:
         A tree like x.
 
     Raises:
-        ValueError: the lower level is private, could not be solved or is not strongly convex, the
+        ValueError: The lower level is private, could not be solved or is not strongly convex, the
             linear system could not be solved, or an argument is not allowed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
@@ -334,20 +334,20 @@ def finite_difference(
         (Phi(x + h v) - Phi(x - h v)) / 2h,    which tends to <grad Phi(x), v> as h -> 0
 
     Args:
-        problem: a problem with a shared lower level that is strongly convex in y.
-        clients: the data of all clients.
-        x: the upper variables.
-        direction: the direction v, a dict like x.
-        step: the step h.
-        weights: the weights p_i: "uniform", "samples" or one number per client.
+        problem: A problem with a shared lower level that is strongly convex in y.
+        clients: The data of all clients.
+        x: The upper variables.
+        direction: The direction v, a dict like x.
+        step: The step h.
+        weights: The weights p_i: "uniform", "samples" or one number per client.
 
     Returns:
         The difference quotient.
 
     Raises:
-        ValueError: as `solve_lower`.
+        ValueError: As `solve_lower`.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> x = task.problem.x

@@ -29,11 +29,11 @@ class Solution(NamedTuple):
     """What a linear solver returns.
 
     Attributes:
-        value: the estimate of z = H^-1 b.
-        residual: the relative residual ||H z - b|| / ||b||; 0 where b = 0.
-        products: how many products with H it took, including that of the residual.
+        value: The estimate of z = H^-1 b.
+        residual: The relative residual ||H z - b|| / ||b||; 0 where b = 0.
+        products: How many products with H it took, including that of the residual.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> fb.linear.CG()(lambda v: 4.0 * v, fb.Tree(y=torch.ones(1)))
@@ -50,7 +50,7 @@ class Solver(Protocol):
 
     `CG`, `Neumann`, `RandomProduct` and `Descent` are such solvers; `fb.hypergradient` takes any.
 
-    Example:
+    Examples:
         A solver for matrices that are known to be 2 I:
 
         >>> import fedbilevel as fb
@@ -66,8 +66,8 @@ class Solver(Protocol):
         """Estimate z = H^-1 b.
 
         Args:
-            matvec: the product v -> H v.
-            b: the right-hand side.
+            matvec: The product v -> H v.
+            b: The right-hand side.
 
         Returns:
             The estimate, its relative residual and the number of products.
@@ -92,16 +92,16 @@ class CG:
     because the estimate would be meaningless.
 
     Args:
-        tolerance: the relative residual ||H z - b|| / ||b|| at which to stop.
-        steps: the largest number of steps; each takes one product.
+        tolerance: The relative residual ||H z - b|| / ||b|| at which to stop.
+        steps: The largest number of steps; each takes one product.
 
     Raises:
-        ValueError: a setting is out of range; when called, H is not positive definite.
+        ValueError: A setting is out of range; when called, H is not positive definite.
 
     References:
         Hestenes and Stiefel, "Methods of Conjugate Gradients for Solving Linear Systems", 1952.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> b = fb.Tree(y=torch.tensor([1.0, 2.0, 3.0]))
@@ -150,15 +150,15 @@ def neumann_sum(matvec: MatVec, b: Tree, steps: int, lr: float) -> Tree:
     With L the largest eigenvalue of H, it tends to H^-1 b for 0 < lr < 2 / L.
 
     Args:
-        matvec: the product v -> H v.
-        b: the right-hand side.
-        steps: the number of terms; the sum takes `steps - 1` products.
-        lr: the step size.
+        matvec: The product v -> H v.
+        b: The right-hand side.
+        steps: The number of terms; the sum takes `steps - 1` products.
+        lr: The step size.
 
     Returns:
         The sum, a tree like b.
 
-    Example:
+    Examples:
         The terms of 0.5 sum_j (1 - 0.5)^j are 1/2, 1/4, 1/8, ...:
 
         >>> import torch
@@ -181,16 +181,16 @@ def random_product(matvec: MatVec, b: Tree, steps: int, lr: float, length: int) 
     If `length` is uniform on {0, ..., steps - 1}, the expectation is `neumann_sum`.
 
     Args:
-        matvec: the product v -> H v.
-        b: the right-hand side.
-        steps: the number of terms of the series.
-        lr: the step size.
-        length: the number of factors, hence of products.
+        matvec: The product v -> H v.
+        b: The right-hand side.
+        steps: The number of terms of the series.
+        lr: The step size.
+        length: The number of factors, hence of products.
 
     Returns:
         The scaled term, a tree like b.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> b = fb.Tree(y=torch.ones(1))
@@ -209,16 +209,16 @@ def descend(matvec: MatVec, b: Tree, start: Tree, steps: int, lr: float) -> Tree
     Unlike `neumann_sum`, it can start from an earlier estimate.
 
     Args:
-        matvec: the product v -> H v.
-        b: the right-hand side.
-        start: the initial z, a tree like b.
-        steps: the number of steps; each takes one product.
-        lr: the step size.
+        matvec: The product v -> H v.
+        b: The right-hand side.
+        start: The initial z, a tree like b.
+        steps: The number of steps; each takes one product.
+        lr: The step size.
 
     Returns:
         The last z.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> b = fb.Tree(y=torch.ones(1))
@@ -242,14 +242,14 @@ def directional(
     y -> grad_y g it is the Hessian product d2yy g v, with y -> grad_x g the cross product d2xy g v.
 
     Args:
-        gradient: a function of y that returns a tree, or trees in a tuple.
-        point: the y at which to differentiate.
-        width: the distance of the two differenced points from `point`.
+        gradient: A function of y that returns a tree, or trees in a tuple.
+        point: The y at which to differentiate.
+        width: The distance of the two differenced points from `point`.
 
     Returns:
         A function of v; its results have the structure of `gradient(point)`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> y = fb.Tree(y=torch.tensor([3.0], dtype=torch.float64))
@@ -277,13 +277,13 @@ class Neumann:
     """The truncated Neumann series `neumann_sum` as a linear solver.
 
     Args:
-        steps: the number of terms.
-        lr: the step size, below 2 / L with L the largest eigenvalue of H.
+        steps: The number of terms.
+        lr: The step size, below 2 / L with L the largest eigenvalue of H.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: A setting is out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> b = fb.Tree(y=torch.ones(1))
@@ -308,14 +308,14 @@ class RandomProduct:
     """The random term `random_product`, of a length drawn with `seed`, as a linear solver.
 
     Args:
-        steps: the number of terms of the Neumann series; lengths are below it.
-        lr: the step size.
-        seed: determines the length.
+        steps: The number of terms of the Neumann series; lengths are below it.
+        lr: The step size.
+        seed: Determines the length.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: A setting is out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> b = fb.Tree(y=torch.ones(1))
@@ -342,14 +342,14 @@ class Descent:
     """Gradient descent, `descend`, as a linear solver.
 
     Args:
-        steps: the number of steps.
-        lr: the step size.
-        start: the initial z; None stands for 0.
+        steps: The number of steps.
+        lr: The step size.
+        start: The initial z; None stands for 0.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: A setting is out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> b = fb.Tree(y=torch.ones(1))

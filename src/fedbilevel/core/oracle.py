@@ -47,10 +47,10 @@ class EmbeddedBatch(NamedTuple):
     """A batch that was embedded at one x and can still be differentiated in x; see `Oracle.embed`.
 
     Attributes:
-        raw: the batch before it was embedded.
-        features: the floating tensors of the embedded batch.
-        rebuild: makes a batch of features; derivatives in the features pass through it.
-        pullback: maps a gradient in the features to a tuple with the gradient in x.
+        raw: The batch before it was embedded.
+        features: The floating tensors of the embedded batch.
+        rebuild: Makes a batch of features; derivatives in the features pass through it.
+        pullback: Maps a gradient in the features to a tuple with the gradient in x.
     """
 
     raw: Batch
@@ -71,13 +71,13 @@ class Oracle:
     hypergradient or for all three directions. Values of the losses cost nothing.
 
     Args:
-        problem: the problem whose losses are differentiated.
+        problem: The problem whose losses are differentiated.
 
     Attributes:
-        problem: the same problem.
-        gradients: the gradients that have been computed so far.
+        problem: The same problem.
+        gradients: The gradients that have been computed so far.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> from fedbilevel.core.oracle import Oracle
@@ -106,9 +106,9 @@ class Oracle:
         """The upper loss f(x, y).
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            batch: its validation side is used.
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its validation side is used.
 
         Returns:
             A 0-d tensor.
@@ -121,9 +121,9 @@ class Oracle:
         """The lower loss g(x, y).
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            batch: its training side is used.
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its training side is used.
 
         Returns:
             A 0-d tensor.
@@ -136,7 +136,7 @@ class Oracle:
         """The feasible point closest to x; see `Problem.project`.
 
         Args:
-            x: a point.
+            x: A point.
 
         Returns:
             The projected point.
@@ -150,8 +150,8 @@ class Oracle:
         not run the backbone again; a derivative in x passes through it once, backwards.
 
         Args:
-            x: the upper variables at which all derivatives will be taken.
-            batch: the batch to embed.
+            x: The upper variables at which all derivatives will be taken.
+            batch: The batch to embed.
 
         Returns:
             The embedded batch, or `batch` itself if the problem has no `embed`.
@@ -191,16 +191,16 @@ class Oracle:
         d_x in x and -d_z (without damping) in y. Costs 3 gradients.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            z: estimate of the solution of d2yy g z = grad_y f, a tree like y.
-            batch: a batch with both sides.
-            damping: added to the Hessian of the lower level.
+            x: Upper variables.
+            y: Lower variables.
+            z: Estimate of the solution of d2yy g z = grad_y f, a tree like y.
+            batch: A batch with both sides.
+            damping: Added to the Hessian of the lower level.
 
         Returns:
             d_x, a tree like x; d_y and d_z, trees like y.
 
-        Example:
+        Examples:
             >>> import torch
             >>> import fedbilevel as fb
             >>> from fedbilevel.core.oracle import Oracle
@@ -234,9 +234,9 @@ class Oracle:
         """grad_y g. Costs 1 gradient.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            batch: its training side is used.
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its training side is used.
 
         Returns:
             A tree like y.
@@ -248,9 +248,9 @@ class Oracle:
         """grad_x g and grad_y g from one pass. Costs 1 gradient.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            batch: its training side is used.
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its training side is used.
 
         Returns:
             A tree like x and a tree like y.
@@ -262,9 +262,9 @@ class Oracle:
         """grad_x f and grad_y f from one pass. Costs 1 gradient.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            batch: its validation side is used.
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its validation side is used.
 
         Returns:
             A tree like x and a tree like y.
@@ -276,9 +276,9 @@ class Oracle:
         """grad_x f. Costs 1 gradient.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            batch: its validation side is used.
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its validation side is used.
 
         Returns:
             A tree like x.
@@ -290,9 +290,9 @@ class Oracle:
         """grad_y f. Costs 1 gradient.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            batch: its validation side is used.
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its validation side is used.
 
         Returns:
             A tree like y.
@@ -304,15 +304,15 @@ class Oracle:
         """The Hessian product d2yy g v. Costs 2 gradients.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            v: the vector to multiply, a tree like y.
-            batch: its training side is used.
+            x: Upper variables.
+            y: Lower variables.
+            v: The vector to multiply, a tree like y.
+            batch: Its training side is used.
 
         Returns:
             A tree like y.
 
-        Example:
+        Examples:
             Hessian products are all that the linear solvers of `fedbilevel.linear` need:
 
             >>> import fedbilevel as fb
@@ -335,10 +335,10 @@ class Oracle:
         """grad_y g and the Hessian product d2yy g v from one pass. Costs 2 gradients.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            v: the vector to multiply, a tree like y.
-            batch: its training side is used.
+            x: Upper variables.
+            y: Lower variables.
+            v: The vector to multiply, a tree like y.
+            batch: Its training side is used.
 
         Returns:
             The gradient and the product, trees like y.
@@ -356,10 +356,10 @@ class Oracle:
         """The cross product d2xy g v. Costs 2 gradients.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            v: the vector to multiply, a tree like y.
-            batch: its training side is used.
+            x: Upper variables.
+            y: Lower variables.
+            v: The vector to multiply, a tree like y.
+            batch: Its training side is used.
 
         Returns:
             A tree like x.
@@ -373,10 +373,10 @@ class Oracle:
         Costs 2 gradients.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            v: the vector to multiply, a tree like y.
-            batch: its training side is used.
+            x: Upper variables.
+            y: Lower variables.
+            v: The vector to multiply, a tree like y.
+            batch: Its training side is used.
 
         Returns:
             The cross product, a tree like x, and the Hessian product, a tree like y.
@@ -388,15 +388,15 @@ class Oracle:
         """grad_x f - d2xy g p, the hypergradient where d2yy g p = grad_y f. Costs 3 gradients.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            p: an estimate of [d2yy g]^-1 grad_y f, a tree like y.
-            batch: a batch with both sides.
+            x: Upper variables.
+            y: Lower variables.
+            p: An estimate of [d2yy g]^-1 grad_y f, a tree like y.
+            batch: A batch with both sides.
 
         Returns:
             A tree like x.
 
-        Example:
+        Examples:
             The hypergradient of a single client at its own y*(x):
 
             >>> import torch
@@ -434,11 +434,11 @@ class Oracle:
         whose error is of the order of width^2.
 
         Args:
-            x: upper variables.
-            y: lower variables.
-            p: an estimate of [d2yy g]^-1 grad_y f, a tree like y.
-            batch: a batch with both sides.
-            width: the distance of the two differenced points from y.
+            x: Upper variables.
+            y: Lower variables.
+            p: An estimate of [d2yy g]^-1 grad_y f, a tree like y.
+            batch: A batch with both sides.
+            width: The distance of the two differenced points from y.
 
         Returns:
             A tree like x.
@@ -456,9 +456,9 @@ class Oracle:
         """The gradient in x of a loss of the features of both sides. Costs 2 gradients.
 
         Args:
-            loss: a function of the embedded training data and the embedded validation data.
-            x: upper variables.
-            batch: a batch with both sides.
+            loss: A function of the embedded training data and the embedded validation data.
+            x: Upper variables.
+            batch: A batch with both sides.
 
         Returns:
             A tree like x.

@@ -29,11 +29,11 @@ class Batch(NamedTuple):
     """The samples that the two losses are evaluated on.
 
     Attributes:
-        train: samples of the training data, for the lower loss; `()` where it is not evaluated.
-        val: samples of the validation data, for the upper loss; `()` where it is not evaluated.
-        rng: the key from which losses with a fourth argument `rng` draw; `()` if there is none.
+        train: Samples of the training data, for the lower loss; `()` where it is not evaluated.
+        val: Samples of the validation data, for the upper loss; `()` where it is not evaluated.
+        rng: The key from which losses with a fourth argument `rng` draw; `()` if there is none.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> inputs = torch.ones(8, 3)
@@ -77,15 +77,15 @@ class ClientData:
     batches of the same structure.
 
     Args:
-        train: training data, on which the lower loss is evaluated.
-        val: validation data, on which the upper loss is evaluated.
+        train: Training data, on which the lower loss is evaluated.
+        val: Validation data, on which the upper loss is evaluated.
 
     Raises:
-        TypeError: a side is not a non-empty tuple or dict of tensors with at least one axis.
-        ValueError: a side has no samples, tensors of different lengths, or values that are not
+        TypeError: A side is not a non-empty tuple or dict of tensors with at least one axis.
+        ValueError: A side has no samples, tensors of different lengths, or values that are not
             finite.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> client = fb.ClientData(
@@ -170,33 +170,33 @@ class Problem:
     batch as a 0-d tensor. `batch` has the structure of one side of `ClientData`.
 
     Args:
-        upper: the upper loss f.
-        lower: the lower loss g, strongly convex in y for the hypergradient to exist.
-        x: the initial upper variables, floating tensors by name.
-        y: the initial lower variables; x and y have no name in common and the same dtype.
+        upper: The upper loss f.
+        lower: The lower loss g, strongly convex in y for the hypergradient to exist.
+        x: The initial upper variables, floating tensors by name.
+        y: The initial lower variables; x and y have no name in common and the same dtype.
         lower_level: "shared": all clients have one y. "private": every batch is an episode with
             its own y*(x; batch). Sample j of a client's training data then belongs to sample j of
             its validation data, a batch takes the same samples from both sides, and both losses
             receive the same `rng`.
-        project_x: maps x to the closest feasible point. It is applied to the server's x and to the
+        project_x: Maps x to the closest feasible point. It is applied to the server's x and to the
             clients' local copies of it.
-        embed: the part of the losses that depends on x alone, such as the features that a backbone
+        embed: The part of the losses that depends on x alone, such as the features that a backbone
             computes: a function of `(x, data)` or `(x, data, rng)` that returns data. The losses
             then receive embedded data, and several y can be evaluated at one x without running the
             backbone again. With a shared lower level and without `rng`, `embed` must process every
             sample independently, because it may receive many batches at once.
-        axes: names for the dimensions of tensors, for example
+        axes: Names for the dimensions of tensors, for example
             `{"conv1.weight": ("c1", None, None, None)}`. In submodels, dimensions of one name are
             cut together and those named None are never cut. `fedbilevel.nets.axes` finds the axes
             of a module.
 
     Raises:
-        TypeError: a loss is not callable or takes another number of arguments, x or y is not a
+        TypeError: A loss is not callable or takes another number of arguments, x or y is not a
             non-empty dict of floating tensors, or their dtypes differ.
         ValueError: `lower_level` is unknown, x and y share a name, hold values that are not finite,
             or do not fit `axes`.
 
-    Example:
+    Examples:
         Ridge regression whose regularisation is tuned on validation data:
 
         >>> import torch
@@ -261,7 +261,7 @@ class Problem:
         """A copy of this problem with x and y on another device.
 
         Args:
-            device: the name of a PyTorch device.
+            device: The name of a PyTorch device.
 
         Returns:
             The new problem; this one is unchanged.
@@ -287,7 +287,7 @@ class Problem:
             The problem to run.
 
         Raises:
-            ValueError: the precision is unknown, or it is "bf16" and the problem has no `embed`.
+            ValueError: The precision is unknown, or it is "bf16" and the problem has no `embed`.
         """
         if checks.one_of("precision", precision, ("fp32", "bf16")) == "fp32":
             return self
@@ -317,7 +317,7 @@ class Problem:
         """The feasible point closest to x: `project_x(x)`, or x itself without constraints.
 
         Args:
-            x: a point.
+            x: A point.
 
         Returns:
             The projected point.
@@ -330,13 +330,13 @@ class Problem:
         """The data of a client, unless they do not fit the lower level.
 
         Args:
-            client: the data of one client.
+            client: The data of one client.
 
         Returns:
             `client`, unchanged.
 
         Raises:
-            ValueError: the lower level is private and the two sides differ in length.
+            ValueError: The lower level is private and the two sides differ in length.
         """
         if self.lower_level == "private" and client.size("train") != client.size("val"):
             raise ValueError(
@@ -349,13 +349,13 @@ class Problem:
         """Evaluate both losses once, so that a wrong one is refused before a run starts.
 
         Args:
-            client: the data of one client.
-            device: where to evaluate; x and y must be there already.
-            samples: how many samples of each side to use; None means all.
+            client: The data of one client.
+            device: Where to evaluate; x and y must be there already.
+            samples: How many samples of each side to use; None means all.
 
         Raises:
-            TypeError: a loss does not return a 0-d floating tensor.
-            ValueError: a loss is not finite, or draws from PyTorch's global generator, which would
+            TypeError: A loss does not return a 0-d floating tensor.
+            ValueError: A loss is not finite, or draws from PyTorch's global generator, which would
                 make runs impossible to repeat.
         """
         x, y = self.start
@@ -443,8 +443,8 @@ class SplitModule(NamedTuple):
 
     Attributes:
         apply: `apply(x, y, *inputs)` calls the module with the parameters in x and y.
-        x: the upper half of the parameters (a backbone).
-        y: the lower half of the parameters (a head).
+        x: The upper half of the parameters (a backbone).
+        y: The lower half of the parameters (a head).
     """
 
     apply: Callable[..., Any]
@@ -462,8 +462,8 @@ def split_module(
     buffers is therefore refused unless they are frozen. GroupNorm and LayerNorm have no buffers.
 
     Args:
-        module: the module; it is neither changed nor moved.
-        lower: parameters whose names start with this prefix (a head) become y, all others
+        module: The module; it is neither changed nor moved.
+        lower: Parameters whose names start with this prefix (a head) become y, all others
             (a backbone) become x.
         buffers: "freeze" takes a copy of the module in evaluation mode and never changes its
             buffers. None refuses a module that has buffers.
@@ -473,10 +473,10 @@ def split_module(
         the parameters of the two levels.
 
     Raises:
-        ValueError: the module has buffers and `buffers` is None, or `lower` selects none or all of
+        ValueError: The module has buffers and `buffers` is None, or `lower` selects none or all of
             the parameters.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from collections import OrderedDict
         >>> import fedbilevel as fb
@@ -520,17 +520,17 @@ def client_weights(
     Args:
         weights: "uniform", "samples" (in proportion to the training samples) or one number per
             client, which are divided by their sum.
-        clients: the data of all clients.
+        clients: The data of all clients.
 
     Returns:
         One weight per client.
 
     Raises:
         TypeError: `weights` is neither a string nor a sequence of numbers.
-        ValueError: a string is unknown, or the numbers are not one per client, not finite,
+        ValueError: A string is unknown, or the numbers are not one per client, not finite,
             negative or all zero.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> from fedbilevel.core.problem import client_weights
         >>> clients = fb.tasks.load("quadratic", clients=4).clients

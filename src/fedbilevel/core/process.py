@@ -37,7 +37,7 @@ def configure_process() -> None:
         RuntimeWarning: PyTorch is already imported and `OMP_WAIT_POLICY` is not set. The allocator
             is configured all the same.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> fb.configure_process()  # doctest: +SKIP
         >>> import torch
@@ -81,7 +81,7 @@ def relaxed_garbage_collection() -> Iterator[None]:
     Yields:
         Nothing.
 
-    Example:
+    Examples:
         >>> with relaxed_garbage_collection():
         ...     gc.get_threshold()[0]
         10000

@@ -5,7 +5,7 @@ i mod (number of ranks), so that the client's data and memory stay there. Replie
 are exchanged before the server sees them, and are then the same on all ranks. Where
 `torch.distributed` is not initialized there is one rank, and nothing is communicated.
 
-Example:
+Examples:
     >>> from fedbilevel.core import ranks
     >>> ranks.size(), ranks.rank(), ranks.is_local(5)
     (1, 0, True)
@@ -36,7 +36,7 @@ def initialize() -> None:
 
     The group is left when the process exits.
 
-    Example:
+    Examples:
         >>> initialize()
         >>> size()
         1
@@ -56,7 +56,7 @@ def size() -> int:
     Returns:
         The world size of `torch.distributed`; 1 where it is not initialized.
 
-    Example:
+    Examples:
         >>> size()
         1
     """
@@ -71,7 +71,7 @@ def rank() -> int:
     Returns:
         A number from 0 to size() - 1; 0 where `torch.distributed` is not initialized.
 
-    Example:
+    Examples:
         >>> rank()
         0
     """
@@ -84,12 +84,12 @@ def is_local(client: int) -> bool:
     """Return whether the tasks of a client run on this rank.
 
     Args:
-        client: the index of the client.
+        client: The index of the client.
 
     Returns:
         Whether `client` modulo the number of ranks is the index of this rank.
 
-    Example:
+    Examples:
         >>> is_local(3)
         True
     """
@@ -106,7 +106,7 @@ def local_device(name: str) -> str:
         With several ranks, "cuda" becomes "cuda:N", a different GPU for every rank of a machine.
         Every other name is returned as it is.
 
-    Example:
+    Examples:
         >>> local_device("cpu")
         'cpu'
     """
@@ -121,12 +121,12 @@ def all_gather(value: T) -> list[T]:
     """Exchange a value between all ranks.
 
     Args:
-        value: this rank's value; it must be possible to pickle it.
+        value: This rank's value; it must be possible to pickle it.
 
     Returns:
         The values of all ranks in their order, the same list on every rank.
 
-    Example:
+    Examples:
         >>> all_gather("value")
         ['value']
     """
@@ -143,16 +143,16 @@ def on_all_ranks(compute: Callable[[], T]) -> list[T]:
     Otherwise the ranks that did not fail would wait forever for the one that did.
 
     Args:
-        compute: the function; every rank must make this call.
+        compute: The function; every rank must make this call.
 
     Returns:
         The results of all ranks in their order.
 
     Raises:
-        Exception: what `compute` raised on the first rank on which it failed. An exception that
+        Exception: What `compute` raised on the first rank on which it failed. An exception that
             cannot be pickled is a `RuntimeError` with its message on the other ranks.
 
-    Example:
+    Examples:
         >>> on_all_ranks(lambda: 2 + 3)
         [5]
     """
@@ -184,9 +184,9 @@ def fail_together() -> Iterator[None]:
         Nothing.
 
     Raises:
-        Exception: what the block raised on the first rank on which it failed.
+        Exception: What the block raised on the first rank on which it failed.
 
-    Example:
+    Examples:
         >>> with fail_together():
         ...     folder = "created by the first rank"
     """
@@ -207,15 +207,15 @@ def on_first_rank(compute: Callable[[], T]) -> T:
     """Call a function on the first rank only, and return its result on all ranks.
 
     Args:
-        compute: the function. Every rank must make this call, and the first one runs it.
+        compute: The function. Every rank must make this call, and the first one runs it.
 
     Returns:
         The result of the first rank.
 
     Raises:
-        Exception: what `compute` raised, on all ranks.
+        Exception: What `compute` raised, on all ranks.
 
-    Example:
+    Examples:
         >>> on_first_rank(lambda: 2 + 3)
         5
     """
@@ -232,13 +232,13 @@ def all_reduce_sum(values: T) -> T:
     """Add up tensors over all ranks, with one all-reduce per dtype.
 
     Args:
-        values: a nest (tuples, lists, dicts, trees) of tensors, with the same structure and shapes
+        values: A nest (tuples, lists, dicts, trees) of tensors, with the same structure and shapes
             on every rank.
 
     Returns:
         A nest of the same structure with the sums.
 
-    Example:
+    Examples:
         >>> all_reduce_sum({"total": torch.tensor(3.0)})  # with one rank
         {'total': tensor(3.)}
     """
@@ -261,14 +261,14 @@ def move_tensors(values: T, device: str) -> T:
     """Move all tensors of a nested value to a device.
 
     Args:
-        values: a nest of tensors and other values, which stay as they are.
-        device: the device; "cpu" before tensors are sent to other ranks, "meta" where only their
+        values: A nest of tensors and other values, which stay as they are.
+        device: The device; "cpu" before tensors are sent to other ranks, "meta" where only their
             shapes and dtypes are needed.
 
     Returns:
         A nest of the same structure.
 
-    Example:
+    Examples:
         >>> move_tensors({"a": torch.ones(2), "n": 3}, "meta")
         {'a': tensor(..., device='meta', size=(2,)), 'n': 3}
     """

@@ -6,7 +6,7 @@ Drawing twice with one key gives the same numbers; there is no hidden state. Dra
 (SplitMix64: Steele, Lea and Flood 2014) and consist of integer tensor operations, so that they work
 under `torch.func.vmap` and give the same bits on a CPU and on a GPU.
 
-Example:
+Examples:
     >>> from fedbilevel.core import rng
     >>> key = rng.root(0, "example")
     >>> clients = rng.fold_in(key, torch.arange(3))  # a key per client
@@ -65,13 +65,13 @@ def root(seed: int, purpose: str) -> Tensor:
     Different purposes have independent draws, so that the streams of one run never share a draw.
 
     Args:
-        seed: the seed of the run.
-        purpose: a name for what is drawn, such as "cohort".
+        seed: The seed of the run.
+        purpose: A name for what is drawn, such as "cohort".
 
     Returns:
         A key of shape ().
 
-    Example:
+    Examples:
         >>> root(0, "cohort")
         tensor(-2638440607767471136)
     """
@@ -82,13 +82,13 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """Derive a key from a key and a number, such as the index of a client or of a step.
 
     Args:
-        key: one key or many.
-        data: a number, or an integer tensor whose shape broadcasts with that of `key`.
+        key: One key or many.
+        data: A number, or an integer tensor whose shape broadcasts with that of `key`.
 
     Returns:
         The new keys. The order matters: folding in 1 and then 2 is not folding in 2 and then 1.
 
-    Example:
+    Examples:
         >>> fold_in(root(0, "cohort"), 5)
         tensor(-2367207789098686351)
         >>> fold_in(root(0, "cohort"), torch.arange(4)).shape
@@ -103,13 +103,13 @@ def bits(key: Tensor, count: int) -> Tensor:
     """Draw random 64-bit words: the first outputs of SplitMix64 with `key` as its seed.
 
     Args:
-        key: one key or many.
-        count: the number of words per key.
+        key: One key or many.
+        count: The number of words per key.
 
     Returns:
         An int64 tensor of shape (*key.shape, count).
 
-    Example:
+    Examples:
         >>> bits(torch.tensor(1234567), 2)
         tensor([6457827717110365317, 3203168211198807973])
     """
@@ -120,14 +120,14 @@ def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float3
     """Draw uniform numbers in [0, 1), with every bit of the mantissa random.
 
     Args:
-        key: one key or many.
-        shape: the shape of the numbers of one key.
+        key: One key or many.
+        shape: The shape of the numbers of one key.
         dtype: `torch.float32` or `torch.float64`.
 
     Returns:
         A tensor of shape (*key.shape, *shape).
 
-    Example:
+    Examples:
         >>> u = uniform(root(0, "example"), (1000,))
         >>> bool((u >= 0).all() and (u < 1).all())
         True
@@ -144,14 +144,14 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
     """Draw standard normal numbers (Box-Muller).
 
     Args:
-        key: one key or many.
-        shape: the shape of the numbers of one key.
+        key: One key or many.
+        shape: The shape of the numbers of one key.
         dtype: `torch.float32` or `torch.float64`.
 
     Returns:
         A tensor of shape (*key.shape, *shape).
 
-    Example:
+    Examples:
         >>> normal(fold_in(root(0, "example"), torch.arange(3)), (2, 5)).shape
         torch.Size([3, 2, 5])
     """
@@ -163,14 +163,14 @@ def integers(key: Tensor, low: int, high: int | Tensor) -> Tensor:
     """Draw one integer per key, uniformly from low to high, both included.
 
     Args:
-        key: one key or many.
-        low: the smallest integer.
-        high: the largest integer; a tensor has one entry per key.
+        key: One key or many.
+        low: The smallest integer.
+        high: The largest integer; a tensor has one entry per key.
 
     Returns:
         An int64 tensor of the shape of `key`.
 
-    Example:
+    Examples:
         >>> draws = integers(fold_in(root(0, "example"), torch.arange(100)), 1, 6)
         >>> sorted(set(draws.tolist()))
         [1, 2, 3, 4, 5, 6]
@@ -185,14 +185,14 @@ def subset(key: Tensor, population: int, count: int) -> list[int]:
     million as fast as from a hundred.
 
     Args:
-        key: one key.
-        population: the number of candidates.
-        count: how many to draw; with `count >= population` all of them are returned, in order.
+        key: One key.
+        population: The number of candidates.
+        count: How many to draw; with `count >= population` all of them are returned, in order.
 
     Returns:
         The numbers.
 
-    Example:
+    Examples:
         >>> cohort = subset(root(0, "example"), population=10**6, count=10)
         >>> len(set(cohort))
         10
@@ -214,15 +214,15 @@ def rows(keys: Tensor, size: int, count: int, sizes: Tensor | None = None) -> Te
     """Draw row indices of mini-batches: for every key distinct indices, uniformly.
 
     Args:
-        keys: a key per mini-batch.
-        size: the number of rows to draw from.
-        count: the number of indices per key; at most the number of rows to draw from.
-        sizes: where keys have different numbers of rows, that of every key, at most `size`.
+        keys: A key per mini-batch.
+        size: The number of rows to draw from.
+        count: The number of indices per key; at most the number of rows to draw from.
+        sizes: Where keys have different numbers of rows, that of every key, at most `size`.
 
     Returns:
         An int64 tensor of shape (*keys.shape, count) with indices in random order.
 
-    Example:
+    Examples:
         >>> keys = fold_in(root(0, "example"), torch.arange(2))
         >>> batches = rows(keys, size=8, count=3, sizes=torch.tensor([8, 3]))
         >>> sorted(batches[1].tolist())

@@ -3,7 +3,7 @@
 A schedule is a function of the iteration t = 0, 1, ... that returns a number. A setting that is
 annotated `Step` takes a number, one of the schedules below, or any other function of t.
 
-Example:
+Examples:
     >>> import fedbilevel as fb
     >>> method = fb.algorithms.SimFBO(lr_x=fb.schedules.Power(0.3), lr_y=lambda t: 0.5 / (t + 1))
     >>> now = method.at(3)
@@ -32,15 +32,15 @@ class Power:
     In an experiment: `lr_x = { schedule = "power", start = 0.1, power = 0.5, after = 1.0 }`.
 
     Args:
-        start: the value at t = 0.
-        power: how fast the value decays. 1/2 is customary for stochastic methods, 0 is constant.
-        after: the number of iterations after which the value has fallen by the factor 2^power.
+        start: The value at t = 0.
+        power: How fast the value decays. 1/2 is customary for stochastic methods, 0 is constant.
+        after: The number of iterations after which the value has fallen by the factor 2^power.
 
     Raises:
-        TypeError: an argument is not a number.
+        TypeError: An argument is not a number.
         ValueError: `start` or `after` is not above 0, or `power` is negative.
 
-    Example:
+    Examples:
         >>> schedule = Power(1.0, power=1.0, after=10.0)
         >>> [schedule(t) for t in (0, 10, 30)]
         [1.0, 0.5, 0.25]
@@ -69,15 +69,15 @@ class Cosine:
     In an experiment: `lr_x = { schedule = "cosine", start = 0.1, end = 0.01, iterations = 100 }`.
 
     Args:
-        start: the value at t = 0.
-        end: the value from t = iterations on.
-        iterations: the number of iterations from start to end.
+        start: The value at t = 0.
+        end: The value from t = iterations on.
+        iterations: The number of iterations from start to end.
 
     Raises:
         TypeError: `start` or `end` is not a number, or `iterations` not a whole number.
         ValueError: `start` or `end` is not above 0, or `iterations` is below 1.
 
-    Example:
+    Examples:
         >>> schedule = Cosine(start=1.0, end=0.5, iterations=10)
         >>> [schedule(t) for t in (0, 5, 10, 99)]
         [1.0, 0.75, 0.5, 0.5]
@@ -124,12 +124,12 @@ def step_fields(kind: type) -> tuple[str, ...]:
     """Return the names of the settings of a dataclass that are annotated `Step`.
 
     Args:
-        kind: the dataclass.
+        kind: The dataclass.
 
     Returns:
         The names in the order of their declaration.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> "lr_x" in step_fields(fb.algorithms.SimFBO)
         True

@@ -18,7 +18,7 @@ Two functions make further constraints: `Annotated[int, at_least(2)]` and
 `bool`, `int`, `float` (finite), `str`, `Literal`, unions, tuples, lists, and other classes by
 `isinstance`. Any other annotation, such as `Callable`, accepts every value.
 
-Example:
+Examples:
     >>> from dataclasses import dataclass
     >>> from typing import Annotated, Literal
     >>> from fedbilevel.core import settings
@@ -77,14 +77,14 @@ class Rule:
     """The values that a setting may take; goes into `typing.Annotated` as metadata.
 
     Args:
-        text: the allowed values in words, for listings.
-        check: called as `check(name, value)`. Raises with a one-sentence message if the value is
+        text: The allowed values in words, for listings.
+        check: Called as `check(name, value)`. Raises with a one-sentence message if the value is
             not allowed. Returns the value as its declared type: an int becomes a float where a
             float is declared, a list becomes a tuple where a tuple is declared.
-        read: the same for a value from a TOML table, called with its dotted key instead of its
+        read: The same for a value from a TOML table, called with its dotted key instead of its
             name. Objects are tables there. Defaults to `check`.
 
-    Example:
+    Examples:
         >>> def check_port(name: str, value: object) -> int:
         ...     return checks.integer(name, value, least=1, most=65535)
         >>> Port = Annotated[int, Rule("port, 1 to 65535", check_port)]
@@ -102,13 +102,13 @@ def within(text: str, holds: Callable[[float], bool]) -> Rule:
     """Make a rule for numbers.
 
     Args:
-        text: the condition in words; completes "it must be ...".
-        holds: whether a number meets the condition.
+        text: The condition in words; completes "it must be ...".
+        holds: Whether a number meets the condition.
 
     Returns:
         A rule for `Annotated[float, ...]`.
 
-    Example:
+    Examples:
         >>> within("above 1", lambda value: value > 1).check("factor", 0.5)
         Traceback (most recent call last):
             ...
@@ -128,12 +128,12 @@ def at_least(least: int) -> Rule:
     """Make a rule for whole numbers.
 
     Args:
-        least: the smallest number that is allowed.
+        least: The smallest number that is allowed.
 
     Returns:
         A rule for `Annotated[int, ...]`.
 
-    Example:
+    Examples:
         >>> at_least(2).check("ways", 1)
         Traceback (most recent call last):
             ...
@@ -146,12 +146,12 @@ def parse_epochs(value: object) -> int | None:
     """Parse a number of epochs, such as "5 epochs" or "1 epoch".
 
     Args:
-        value: any value.
+        value: Any value.
 
     Returns:
         The number, at least 1; None if the value is not such a string.
 
-    Example:
+    Examples:
         >>> parse_epochs("5 epochs"), parse_epochs("1 epoch"), parse_epochs(5)
         (5, 1, None)
     """
@@ -219,10 +219,10 @@ class FrozenDataclass:
     A subclass needs no decorator, so that none can be forgotten.
 
     Raises:
-        TypeError: a subclass inherits different defaults for one field and declares none itself;
+        TypeError: A subclass inherits different defaults for one field and declares none itself;
             dataclasses and attribute lookup would disagree about which of them holds.
 
-    Example:
+    Examples:
         >>> class Clip(FrozenDataclass):
         ...     norm: Positive = 1.0
         >>> Clip(norm=2.0)
@@ -277,13 +277,13 @@ def rule_for(hint: object) -> Rule:
     """Return the rule of a type hint.
 
     Args:
-        hint: the annotation of a setting. Kinds of hints that settings do not use (see the top of
+        hint: The annotation of a setting. Kinds of hints that settings do not use (see the top of
             this module) accept every value.
 
     Returns:
         The last `Rule` in the metadata of an `Annotated` hint, else a rule made from the type.
 
-    Example:
+    Examples:
         >>> rule_for(Count | None).text
         'whole number, at least 1, or None'
     """
@@ -396,11 +396,11 @@ class Setting(NamedTuple):
     """One setting of a dataclass or function.
 
     Attributes:
-        name: the name of the field or argument.
-        rule: the values that it may take.
-        default: its default, or `REQUIRED`.
+        name: The name of the field or argument.
+        rule: The values that it may take.
+        default: Its default, or `REQUIRED`.
 
-    Example:
+    Examples:
         >>> Setting("clients", rule_for(Count), default=8).rule.text
         'whole number, at least 1'
     """
@@ -416,14 +416,14 @@ def declared_settings(
     """List the settings of a dataclass, or the keyword arguments of a function.
 
     Args:
-        declaration: a dataclass, or a function whose arguments are settings. `*args` and `**kwargs`
+        declaration: A dataclass, or a function whose arguments are settings. `*args` and `**kwargs`
             are left out.
-        without: names to leave out.
+        without: Names to leave out.
 
     Returns:
         The settings in the order of their declaration.
 
-    Example:
+    Examples:
         >>> def load(clients: Count, noise: NonNegative = 0.1, seed: int = 0) -> None: ...
         >>> for setting in declared_settings(load, without=["seed"]):
         ...     print(setting.name, "-", setting.rule.text)
@@ -448,14 +448,14 @@ def check(instance: object) -> None:
     """Check every field of a dataclass against its annotation; call it in `__post_init__`.
 
     Args:
-        instance: an object of a dataclass. Its fields stay as they are: an int in a field that is
+        instance: An object of a dataclass. Its fields stay as they are: an int in a field that is
             declared as a float is accepted and not converted.
 
     Raises:
-        TypeError: a field has a value of the wrong type.
-        ValueError: a field has a value that is not allowed.
+        TypeError: A field has a value of the wrong type.
+        ValueError: A field has a value that is not allowed.
 
-    Example:
+    Examples:
         >>> @dataclasses.dataclass
         ... class Clip:
         ...     norm: Positive
@@ -473,18 +473,18 @@ def build(declaration: Callable[..., T], key: str, table: object) -> T:
     """Build the object that a TOML table describes.
 
     Args:
-        declaration: the dataclass of the object.
-        key: the dotted key of the table, for messages.
-        table: the table, a dict of settings by name. Values are converted to the declared types.
+        declaration: The dataclass of the object.
+        key: The dotted key of the table, for messages.
+        table: The table, a dict of settings by name. Values are converted to the declared types.
 
     Returns:
         `declaration` called with the values of the table.
 
     Raises:
         TypeError: `table` is not a dict, or a value has the wrong type.
-        ValueError: a key is unknown or missing, or a value is not allowed.
+        ValueError: A key is unknown or missing, or a value is not allowed.
 
-    Example:
+    Examples:
         >>> from fedbilevel.core.schedules import Power
         >>> build(Power, "lr_x", {"start": 1})
         Power(start=1.0, power=0.5, after=1.0)
@@ -507,19 +507,19 @@ def read_arguments(
     """Check and convert the values of a table.
 
     Args:
-        known: the settings that the table may have.
-        key: the dotted key of the table, for messages.
-        table: the values by name.
-        elsewhere: the dotted keys of those values that do not stand under `key` in the file.
+        known: The settings that the table may have.
+        key: The dotted key of the table, for messages.
+        table: The values by name.
+        elsewhere: The dotted keys of those values that do not stand under `key` in the file.
 
     Returns:
         The values of the table, converted to the declared types.
 
     Raises:
-        TypeError: a value has the wrong type.
-        ValueError: a key is unknown or missing, or a value is not allowed.
+        TypeError: A value has the wrong type.
+        ValueError: A key is unknown or missing, or a value is not allowed.
 
-    Example:
+    Examples:
         >>> settings = [Setting("clients", rule_for(Count), REQUIRED)]
         >>> read_arguments(settings, "task", {"client": 3})
         Traceback (most recent call last):
@@ -541,19 +541,19 @@ def build_variant(tag: str, variants: Mapping[str, Callable[..., T]], key: str, 
     """Build an object from a table that names its class, such as {schedule = "cosine", start = 1}.
 
     Args:
-        tag: the entry of the table that names the class.
-        variants: the classes by name.
-        key: the dotted key of the table, for messages.
-        table: the tag and the settings of the class.
+        tag: The entry of the table that names the class.
+        variants: The classes by name.
+        key: The dotted key of the table, for messages.
+        table: The tag and the settings of the class.
 
     Returns:
         An object of the class that the table names.
 
     Raises:
-        TypeError: a setting has the wrong type.
-        ValueError: the tag is missing or names no class, or the settings are wrong.
+        TypeError: A setting has the wrong type.
+        ValueError: The tag is missing or names no class, or the settings are wrong.
 
-    Example:
+    Examples:
         >>> from fedbilevel.core.schedules import Power
         >>> table = {"schedule": "power", "start": 1}
         >>> build_variant("schedule", {"power": Power}, "lr_x", table)

@@ -15,11 +15,11 @@ class Spectrum(NamedTuple):
     """What `extreme_eigenvalues` returns.
 
     Attributes:
-        smallest: an upper bound of the smallest eigenvalue, close to it.
-        largest: a lower bound of the largest eigenvalue, close to it.
-        products: how many products with the matrix it took.
+        smallest: An upper bound of the smallest eigenvalue, close to it.
+        largest: A lower bound of the largest eigenvalue, close to it.
+        products: How many products with the matrix it took.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel import Tree
         >>> from fedbilevel.core.spectrum import extreme_eigenvalues
@@ -44,10 +44,10 @@ def extreme_eigenvalues(
     exhausted. The basis is fully reorthogonalised.
 
     Args:
-        matvec: the product v -> H v with a symmetric matrix H.
-        start: the first vector v, not 0; a random one has a share in every eigenvector.
-        steps: the largest number of products.
-        tolerance: the relative accuracy at which to stop.
+        matvec: The product v -> H v with a symmetric matrix H.
+        start: The first vector v, not 0; a random one has a share in every eigenvector.
+        steps: The largest number of products.
+        tolerance: The relative accuracy at which to stop.
 
     Returns:
         The two eigenvalues and the number of products.
@@ -58,7 +58,7 @@ def extreme_eigenvalues(
     References:
         Lanczos, "An Iteration Method for the Solution of the Eigenvalue Problem", 1950.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel import Tree
         >>> from fedbilevel.core.spectrum import extreme_eigenvalues

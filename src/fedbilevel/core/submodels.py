@@ -5,7 +5,7 @@ names from a network). Dimensions of one name form an axis and are cut together:
 layer and the inputs of the next. The smallest dimension of an axis has one entry per unit. In a
 larger one, every unit owns a contiguous block of entries: the pixels of a channel after `Flatten`.
 
-Example:
+Examples:
     >>> from fedbilevel.core.submodels import choose_submodels, static
     >>> axes = {"w": ("hidden", None), "v": (None, "hidden")}
     >>> x = Tree(w=torch.arange(8.0).reshape(4, 2))
@@ -44,7 +44,7 @@ def count_units(axes: Axes, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Count the units of every axis, and check that the axes fit the tensors.
 
     Args:
-        axes: the axes of the tensors. Tensors without an entry are never cut.
+        axes: The axes of the tensors. Tensors without an entry are never cut.
         tensors: x and y together.
 
     Returns:
@@ -55,7 +55,7 @@ def count_units(axes: Axes, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         ValueError: `axes` names an unknown tensor, has too few or too many entries for a tensor, or
             a dimension is not a multiple of the smallest one of its axis.
 
-    Example:
+    Examples:
         >>> axes = {"conv": ("channel", None), "fc": (None, "channel")}
         >>> count_units(axes, {"conv": torch.ones(16, 9), "fc": torch.ones(10, 400)})
         {'channel': 16}
@@ -98,11 +98,11 @@ class Submodel:
     """The part of a model that a client holds: some units of every axis.
 
     Args:
-        axes: the axes of the model's tensors.
-        total: the number of units of every axis in the whole model (see `count_units`).
-        kept: the indices of the units that the client holds, per axis, in ascending order.
+        axes: The axes of the model's tensors.
+        total: The number of units of every axis in the whole model (see `count_units`).
+        kept: The indices of the units that the client holds, per axis, in ascending order.
 
-    Example:
+    Examples:
         >>> axes = {"w": ("hidden", None)}
         >>> part = Submodel(axes, total={"hidden": 3}, kept={"hidden": torch.tensor([0, 2])})
         >>> model = Tree(w=torch.tensor([[1.0], [2.0], [3.0]]))
@@ -120,7 +120,7 @@ class Submodel:
         """Cut tensors of the whole model to this submodel.
 
         Args:
-            tree: tensors of the whole model. Those that `axes` does not name stay whole.
+            tree: Tensors of the whole model. Those that `axes` does not name stay whole.
 
         Returns:
             The submodel's tensors.
@@ -136,8 +136,8 @@ class Submodel:
         """Put tensors of this submodel back at their positions in the whole model.
 
         Args:
-            tree: tensors of the submodel.
-            like: tensors of the whole model, for the shapes.
+            tree: Tensors of the submodel.
+            like: Tensors of the whole model, for the shapes.
 
         Returns:
             Tensors shaped like the whole model, 0 outside of the submodel.
@@ -154,7 +154,7 @@ class Submodel:
         """Return the shapes of the tensors that `cut` returns, without cutting.
 
         Args:
-            like: tensors of the whole model.
+            like: Tensors of the whole model.
 
         Returns:
             The shapes by name.
@@ -182,15 +182,15 @@ def static(axis: str, total: int, count: int, group: int) -> Tensor:
     """Select the first units, the same for all clients of one capacity (HeteroFL).
 
     Args:
-        axis: the axis.
-        total: the number of its units.
-        count: how many to keep.
-        group: not used.
+        axis: The axis.
+        total: The number of its units.
+        count: How many to keep.
+        group: Not used.
 
     Returns:
         The units 0, ..., count - 1.
 
-    Example:
+    Examples:
         >>> static("hidden", 10, 3, 0)
         tensor([0, 1, 2])
     """
@@ -201,15 +201,15 @@ def segments(axis: str, total: int, count: int, group: int) -> Tensor:
     """Select the segment with the number of the group, so that the user decides who holds what.
 
     Args:
-        axis: the axis.
-        total: the number of its units.
-        count: how many to keep: the length of a segment.
-        group: the number of the segment.
+        axis: The axis.
+        total: The number of its units.
+        count: How many to keep: the length of a segment.
+        group: The number of the segment.
 
     Returns:
         The units group * count, ..., group * count + count - 1, modulo `total`.
 
-    Example:
+    Examples:
         >>> segments("hidden", 10, 3, 1)
         tensor([3, 4, 5])
     """
@@ -220,12 +220,12 @@ def rolling(t: int) -> UnitSelector:
     """Make a selector of a window that moves by one unit per iteration in every axis (FedRolex).
 
     Args:
-        t: the iteration.
+        t: The iteration.
 
     Returns:
         A selector of the units t, ..., t + count - 1, modulo the number of units.
 
-    Example:
+    Examples:
         >>> rolling(8)("hidden", 10, 3, 0)
         tensor([8, 9, 0])
     """
@@ -242,13 +242,13 @@ def importance(axes: Axes, tensors: Mapping[str, Tensor]) -> UnitSelector:
     The importance of a unit is the norm of all its weights, over all tensors of the axis.
 
     Args:
-        axes: the axes of the tensors.
+        axes: The axes of the tensors.
         tensors: x and y together.
 
     Returns:
         A selector of the units with the largest norms.
 
-    Example:
+    Examples:
         >>> axes = {"w": ("hidden", None), "v": ("hidden",)}
         >>> tensors = {"w": torch.tensor([[3.0], [1.0], [0.0]]), "v": torch.tensor([0.0, 0.0, 9.0])}
         >>> importance(axes, tensors)("hidden", 3, 2, 0)
@@ -283,14 +283,14 @@ def choose_submodels(
     A client of capacity r holds ceil(r K) of the K units of every axis.
 
     Args:
-        axes: the axes of the tensors.
-        x: the upper variable.
-        y: the lower variable.
-        select: which units a submodel keeps: `static`, `segments`, `rolling(t)` or
+        axes: The axes of the tensors.
+        x: The upper variable.
+        y: The lower variable.
+        select: Which units a submodel keeps: `static`, `segments`, `rolling(t)` or
             `importance(axes, tensors)`.
-        ratios: the capacities of every client, in (0, 1]: the first for axes that occur in x, the
+        ratios: The capacities of every client, in (0, 1]: the first for axes that occur in x, the
             second for axes that occur in y alone.
-        groups: the group of every client, for `select`; None is one group.
+        groups: The group of every client, for `select`; None is one group.
 
     Returns:
         A submodel per client, None for the whole model. Clients with the same group and capacities
@@ -300,7 +300,7 @@ def choose_submodels(
         TypeError: `axes` is not a dict of tuples.
         ValueError: `axes` does not fit the tensors.
 
-    Example:
+    Examples:
         >>> x = Tree(w=torch.ones(10, 2))
         >>> y = Tree(v=torch.ones(3))
         >>> axes = {"w": ("hidden", None)}

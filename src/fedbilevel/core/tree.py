@@ -23,7 +23,7 @@ class Tree(dict[str, Tensor]):
     by name, return new trees and leave their operands unchanged. A tree is registered with PyTorch
     as a pytree node, so `torch.func.grad` and `torch.func.vmap` accept and return trees.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> y = fb.Tree(w=torch.tensor([1.0, 2.0]), b=torch.tensor(3.0))
@@ -38,16 +38,16 @@ class Tree(dict[str, Tensor]):
         """Apply a function to every tensor.
 
         Args:
-            fn: called with a tensor of this tree and the tensors of `others` that have its name.
-            *others: trees or dicts that have at least the names of this tree.
+            fn: Called with a tensor of this tree and the tensors of `others` that have its name.
+            *others: Trees or dicts that have at least the names of this tree.
 
         Returns:
             A tree with the names of this one and the results of `fn`.
 
         Raises:
-            KeyError: one of `others` lacks a name.
+            KeyError: One of `others` lacks a name.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from fedbilevel import Tree
             >>> a = Tree(w=torch.tensor([1.0, -2.0]))
@@ -100,12 +100,12 @@ def zeros_like(tree: Tree) -> Tree:
     """The zero vector with the names, shapes and dtypes of a tree.
 
     Args:
-        tree: the tree whose form is copied.
+        tree: The tree whose form is copied.
 
     Returns:
         A tree of zeros.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.core.tree import Tree, zeros_like
         >>> zeros_like(Tree(w=torch.ones(2)))
@@ -118,13 +118,13 @@ def dot(a: Tree, b: Tree) -> Tensor:
     """The inner product <a, b> over all tensors.
 
     Args:
-        a: a tree.
-        b: a tree with at least the names of `a`.
+        a: A tree.
+        b: A tree with at least the names of `a`.
 
     Returns:
         A 0-d tensor.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.core.tree import Tree, dot
         >>> a = Tree(w=torch.tensor([1.0, 2.0]), b=torch.tensor(3.0))
@@ -138,12 +138,12 @@ def norm(tree: Tree) -> Tensor:
     """The Euclidean norm of all tensors together.
 
     Args:
-        tree: a tree.
+        tree: A tree.
 
     Returns:
         A 0-d tensor.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.core.tree import Tree, norm
         >>> norm(Tree(w=torch.tensor([3.0, 0.0]), b=torch.tensor(-4.0)))
@@ -158,13 +158,13 @@ def project(tree: Tree, radius: float) -> Tree:
     """The closest point of the ball of this radius around 0: P_r(z) = z min(1, r / ||z||).
 
     Args:
-        tree: the point z.
-        radius: the radius r of the ball.
+        tree: The point z.
+        radius: The radius r of the ball.
 
     Returns:
         A tree of norm at most `radius`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.core.tree import Tree, project
         >>> project(Tree(w=torch.tensor([3.0, 4.0])), radius=2.5)
@@ -177,12 +177,12 @@ def flatten(tree: Tree) -> Tensor:
     """All entries of a tree as one vector, tensor after tensor.
 
     Args:
-        tree: a tree.
+        tree: A tree.
 
     Returns:
         A tensor of shape `(tree.numel,)`; `unflatten` inverts it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.core.tree import Tree, flatten
         >>> flatten(Tree(w=torch.tensor([[1.0, 2.0]]), b=torch.tensor(3.0)))
@@ -195,8 +195,8 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
     """The inverse of `flatten`: a vector as a tree.
 
     Args:
-        vector: a tensor of shape `(like.numel,)`.
-        like: the tree that gives names, shapes and their order.
+        vector: A tensor of shape `(like.numel,)`.
+        like: The tree that gives names, shapes and their order.
 
     Returns:
         A tree with the names and shapes of `like` and the entries of `vector`.
@@ -204,7 +204,7 @@ def unflatten(vector: Tensor, like: Tree) -> Tree:
     Raises:
         RuntimeError: `vector` has another number of entries than `like`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.core.tree import Tree, unflatten
         >>> unflatten(torch.arange(3.0), like=Tree(w=torch.ones(1, 2), b=torch.ones(())))
@@ -221,12 +221,12 @@ def is_finite(values: object) -> bool:
     """Whether every tensor and every number in a nested value is finite.
 
     Args:
-        values: tensors and numbers, nested in dicts, lists, tuples and trees.
+        values: Tensors and numbers, nested in dicts, lists, tuples and trees.
 
     Returns:
         False if one of them holds NaN or infinity.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.core.tree import Tree, is_finite
         >>> is_finite({"x": Tree(w=torch.ones(2)), "steps": 3})
@@ -258,12 +258,12 @@ def nbytes(values: object) -> int:
     """The number of bytes of the tensors in a nested value.
 
     Args:
-        values: tensors and other values, nested in dicts, lists, tuples and trees.
+        values: Tensors and other values, nested in dicts, lists, tuples and trees.
 
     Returns:
         The sum over all tensors; plain numbers and strings count nothing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.core.tree import Tree, nbytes
         >>> nbytes({"x": Tree(w=torch.ones(2)), "steps": 3})

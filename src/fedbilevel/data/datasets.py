@@ -19,11 +19,11 @@ class DataSet:
     """A labelled data set for classification.
 
     Args:
-        name: its name.
-        train: training inputs, float32 and normalised, of shape (N, channels, height, width) or
+        name: Its name.
+        train: Training inputs, float32 and normalised, of shape (N, channels, height, width) or
             (N, features), and int64 labels of shape (N,).
-        test: test inputs and labels.
-        classes: labels are in [0, classes).
+        test: Test inputs and labels.
+        classes: Labels are in [0, classes).
     """
 
     name: str
@@ -40,9 +40,9 @@ class Characters:
     alphabet.
 
     Args:
-        name: the name of the data set.
-        train: training drawings, (characters, drawings, 1, height, width), ink 1 on 0.
-        test: test drawings, of the same shape.
+        name: The name of the data set.
+        train: Training drawings, (characters, drawings, 1, height, width), ink 1 on 0.
+        test: Test drawings, of the same shape.
     """
 
     name: str
@@ -64,16 +64,16 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     Args:
         name: "breast-cancer" or "digits" (both embedded in scikit-learn), "cifar10", "covertype"
             or "mnist".
-        data_dir: the first folder to search.
+        data_dir: The first folder to search.
 
     Returns:
         The data set. All callers in this process share its tensors, so they must not be modified.
 
     Raises:
-        ValueError: the name is unknown, or a file is damaged.
-        FileNotFoundError: the files are missing and cannot be downloaded.
+        ValueError: The name is unknown, or a file is damaged.
+        FileNotFoundError: The files are missing and cannot be downloaded.
 
-    Example:
+    Examples:
         >>> from fedbilevel import data
         >>> data.load("digits").train[0].shape
         torch.Size([1438, 1, 8, 8])
@@ -89,16 +89,16 @@ def characters(name: str, data_dir: str | Path | None = None) -> Characters:
 
     Args:
         name: "digits" (embedded in scikit-learn) or "omniglot".
-        data_dir: the first folder to search, as in `load`.
+        data_dir: The first folder to search, as in `load`.
 
     Returns:
         The characters. All callers in this process share the tensors, so they must not be modified.
 
     Raises:
-        ValueError: the name is unknown, or a file is damaged.
-        FileNotFoundError: the files are missing and cannot be downloaded.
+        ValueError: The name is unknown, or a file is damaged.
+        FileNotFoundError: The files are missing and cannot be downloaded.
 
-    Example:
+    Examples:
         >>> from fedbilevel import data
         >>> data.characters("digits").test.shape
         torch.Size([12, 20, 1, 8, 8])

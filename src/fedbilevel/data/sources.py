@@ -43,11 +43,11 @@ class Source(NamedTuple):
     """Where a data set comes from.
 
     Attributes:
-        folder: the name of its folder.
-        files: the files in that folder.
-        read: reads training and test data from the folder.
-        fetch: downloads the data set.
-        write: writes the downloaded data set as files.
+        folder: The name of its folder.
+        files: The files in that folder.
+        read: Reads training and test data from the folder.
+        fetch: Downloads the data set.
+        write: Writes the downloaded data set as files.
     """
 
     folder: str

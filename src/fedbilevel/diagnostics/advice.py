@@ -38,23 +38,23 @@ class Measures(NamedTuple):
         sqrt(sum_i p_i ||v_i - v||^2 / sum_i p_i ||v_i||^2)    with    v = sum_i p_i v_i
 
     Attributes:
-        mu: the smallest eigenvalue of d2yy G.
-        L: the largest eigenvalue of d2yy G.
-        L_client: the largest eigenvalue of a single client's d2yy g_i.
-        lower_spread: the spread of the clients' grad_y g_i at the initial y.
-        ridge: the ridge that was added.
+        mu: The smallest eigenvalue of d2yy G.
+        L: The largest eigenvalue of d2yy G.
+        L_client: The largest eigenvalue of a single client's d2yy g_i.
+        lower_spread: The spread of the clients' grad_y g_i at the initial y.
+        ridge: The ridge that was added.
         left: ||grad_y G|| at the y of the measurements, relative to the initial y.
-        y_way: the distance from the initial y to the y of the measurements.
-        z_norm: the norm of z* = [d2yy G]^-1 grad_y F.
-        sizes: the number of entries of x and of y.
-        hypergradient_norm: the norm of the hypergradient.
-        curvature: the largest curvature of Phi, or of F - <grad_y G, z> in x if that is larger.
-        lag: the largest value of 2 <dy, dz> / ||u||^2, where y* moves by dy and z* by dz when x
+        y_way: The distance from the initial y to the y of the measurements.
+        z_norm: The norm of z* = [d2yy G]^-1 grad_y F.
+        sizes: The number of entries of x and of y.
+        hypergradient_norm: The norm of the hypergradient.
+        curvature: The largest curvature of Phi, or of F - <grad_y G, z> in x if that is larger.
+        lag: The largest value of 2 <dy, dz> / ||u||^2, where y* moves by dy and z* by dz when x
             moves by u.
-        upper_spread: the spread of the clients' directions d_x.
-        local_cosine: the cosine between the mean of the clients' own hypergradients and the true
+        upper_spread: The spread of the clients' directions d_x.
+        local_cosine: The cosine between the mean of the clients' own hypergradients and the true
             one; None where they do not exist.
-        local_error: the relative distance between the two; None where they do not exist.
+        local_error: The relative distance between the two; None where they do not exist.
     """
 
     mu: float
@@ -116,13 +116,13 @@ class Report:
     `print(report)` shows everything; `report.algorithm()` can be passed to `fb.solve`.
 
     Args:
-        measured: the measured quantities; None if the losses cannot be used.
-        warnings: what is wrong with the problem, one sentence each; empty if nothing is.
-        rounds: the number of rounds that the settings are meant for.
-        environment: the environment that the settings are meant for.
-        where: on how many clients and at which point the problem was measured.
+        measured: The measured quantities; None if the losses cannot be used.
+        warnings: What is wrong with the problem, one sentence each; empty if nothing is.
+        rounds: The number of rounds that the settings are meant for.
+        environment: The environment that the settings are meant for.
+        where: On how many clients and at which point the problem was measured.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> report = fb.check(task.problem, task.clients)
@@ -197,7 +197,7 @@ class Report:
         """Why `recommended` is recommended.
 
         Raises:
-            ValueError: nothing was measured.
+            ValueError: Nothing was measured.
         """
         m = self._measures()
         reason = "one round per iteration, with the Hessian of all clients together"
@@ -216,13 +216,13 @@ class Report:
         """A method with the settings that suit the problem.
 
         Args:
-            name: the name of the method; None stands for the recommended one.
+            name: The name of the method; None stands for the recommended one.
 
         Returns:
             The algorithm, ready for `fb.solve`.
 
         Raises:
-            ValueError: nothing was measured, or there is no advice for this method.
+            ValueError: Nothing was measured, or there is no advice for this method.
         """
         return algorithms.get(name or self.recommended)(**self.settings(name))
 
@@ -238,15 +238,15 @@ class Report:
         because x must not outrun y and z, which follow it.
 
         Args:
-            name: the name of the method; None stands for the recommended one.
+            name: The name of the method; None stands for the recommended one.
 
         Returns:
             Settings by name.
 
         Raises:
-            ValueError: nothing was measured, or there is no advice for this method.
+            ValueError: Nothing was measured, or there is no advice for this method.
 
-        Example:
+        Examples:
             >>> import fedbilevel as fb
             >>> task = fb.tasks.load("quadratic", clients=4)
             >>> sorted(fb.check(task.problem, task.clients).settings("fedbio"))

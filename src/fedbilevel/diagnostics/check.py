@@ -38,9 +38,9 @@ class ClientStack(NamedTuple):
     """Some clients whose batches have equal shapes.
 
     Attributes:
-        weights: the weights p_i of the clients.
-        batch: their batches, stacked along a leading axis.
-        vectorize: turns a function of one client into a function of the stack.
+        weights: The weights p_i of the clients.
+        batch: Their batches, stacked along a leading axis.
+        vectorize: Turns a function of one client into a function of the stack.
     """
 
     weights: Tensor
@@ -54,13 +54,13 @@ class PooledSample(Oracle):
     Its losses are F and G + ridge/2 ||y - y_0||^2, where y_0 is the problem's initial y.
 
     Args:
-        problem: the problem.
-        losses: the sample of clients and of their data.
+        problem: The problem.
+        losses: The sample of clients and of their data.
 
     Attributes:
-        client: the oracle of one client.
-        groups: weights and stacked batches of the clients that are evaluated together.
-        ridge: the ridge, at first 0.
+        client: The oracle of one client.
+        groups: Weights and stacked batches of the clients that are evaluated together.
+        ridge: The ridge, at first 0.
     """
 
     def __init__(self, problem: Problem, losses: Losses) -> None:
@@ -91,7 +91,7 @@ class PooledSample(Oracle):
         """The clients in stacks that fit into memory.
 
         Args:
-            entries: how many entries of vectors will be held per client.
+            entries: How many entries of vectors will be held per client.
 
         Yields:
             Stacks whose clients hold at most `MAX_ENTRIES` together, or a single client.
@@ -141,12 +141,12 @@ def check(
     convex, become warnings of the report; they are not raised.
 
     Args:
-        problem: a problem with a shared lower level.
-        clients: the data of all clients.
-        environment: the environment of the run; settings allow for its local steps.
-        rounds: the number of rounds of the run.
-        weights: the weights p_i: "uniform", "samples" or one number per client.
-        seed: determines which clients and samples are read.
+        problem: A problem with a shared lower level.
+        clients: The data of all clients.
+        environment: The environment of the run; settings allow for its local steps.
+        rounds: The number of rounds of the run.
+        weights: The weights p_i: "uniform", "samples" or one number per client.
+        seed: Determines which clients and samples are read.
         mode: "stack" evaluates clients with batches of equal shape together, "loop" one by one,
             which needs less memory.
 
@@ -155,12 +155,12 @@ def check(
         for others.
 
     Raises:
-        ValueError: an argument is not allowed, or a loss is not finite at the start or draws from
+        ValueError: An argument is not allowed, or a loss is not finite at the start or draws from
             PyTorch's global generator.
-        TypeError: a loss does not return a 0-d floating tensor.
-        ClientError: a loss fails on the data of a client; the message names the client.
+        TypeError: A loss does not return a 0-d floating tensor.
+        ClientError: A loss fails on the data of a client; the message names the client.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> report = fb.check(task.problem, task.clients)
@@ -241,7 +241,7 @@ def _measure(sample: PooledSample, x: Tree, start: Tree, rounds: int) -> Measure
     """Measure at x and at the y to which Newton's method leads from `start`.
 
     Raises:
-        ValueError: the lower level has negative curvature, despite the ridge.
+        ValueError: The lower level has negative curvature, despite the ridge.
     """
     accuracy = torch.finfo(flatten(start).dtype).eps ** 0.5
     lanczos_steps = max(2, min(60, MAX_ENTRIES // start.numel))
@@ -337,7 +337,7 @@ def _largest_lag(moves: list[tuple[Tree, Tree]]) -> float:
     """The largest value of 2 <dy, dz> over unit vectors u, from the moves of an orthonormal basis.
 
     Args:
-        moves: dy and dz for each vector of the basis, in which both are linear.
+        moves: Dy and dz for each vector of the basis, in which both are linear.
     """
     rows = []
     for dy_i, dz_i in moves:
@@ -375,12 +375,12 @@ class _ClientDifferences:
     A client's own hypergradient is taken with its own Hessian, at the common y.
 
     Args:
-        sample: the pooled problem.
-        x: upper variables.
-        y: the minimiser of the pooled lower level.
-        z: the solution of the pooled linear system.
-        h: the true hypergradient.
-        accuracy: the relative residual of the clients' linear systems.
+        sample: The pooled problem.
+        x: Upper variables.
+        y: The minimiser of the pooled lower level.
+        z: The solution of the pooled linear system.
+        h: The true hypergradient.
+        accuracy: The relative residual of the clients' linear systems.
     """
 
     def __init__(

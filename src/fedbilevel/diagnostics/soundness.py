@@ -25,8 +25,8 @@ def random_unit(like: Tree, draw: int = 0) -> Tree:
     """A random vector of length 1.
 
     Args:
-        like: a tree with the names, shapes and dtype of the result.
-        draw: the number of the draw; the same number gives the same vector.
+        like: A tree with the names, shapes and dtype of the result.
+        draw: The number of the draw; the same number gives the same vector.
 
     Returns:
         The vector.
@@ -39,7 +39,7 @@ class BatchNormDetector(TorchFunctionMode):
     """A context that notes whether a batch is normalised by its own statistics.
 
     Attributes:
-        detected: whether that has happened since the context was entered.
+        detected: Whether that has happened since the context was entered.
     """
 
     detected = False
@@ -62,10 +62,10 @@ def batch_norm_warnings(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> list[
     """Warn of losses in which a sample's value depends on the other samples of its batch.
 
     Args:
-        oracle: the losses of one client.
-        x: upper variables.
-        y: lower variables.
-        batch: a batch with both sides.
+        oracle: The losses of one client.
+        x: Upper variables.
+        y: Lower variables.
+        batch: A batch with both sides.
 
     Returns:
         One warning per loss that uses BatchNorm with the statistics of the batch.
@@ -87,11 +87,11 @@ class _Comparison(NamedTuple):
     """A derivative to compare with differences of the function that it belongs to.
 
     Attributes:
-        name: what the derivative is, for messages.
-        derivative: the gradient, by automatic differentiation.
-        direction: the vector along which to compare.
+        name: What the derivative is, for messages.
+        derivative: The gradient, by automatic differentiation.
+        direction: The vector along which to compare.
         function: h -> the function at `point + h * direction`.
-        point: the variable that moves.
+        point: The variable that moves.
     """
 
     name: str
@@ -109,10 +109,10 @@ def derivative_warnings(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> list[
     are taken from `Oracle.directions`, which algorithms use.
 
     Args:
-        oracle: the losses, of one client or pooled.
-        x: upper variables.
-        y: lower variables.
-        batch: a batch with both sides.
+        oracle: The losses, of one client or pooled.
+        x: Upper variables.
+        y: Lower variables.
+        batch: A batch with both sides.
 
     Returns:
         One warning per wrong derivative, or one about the first derivative that cannot be taken.
@@ -221,10 +221,10 @@ def dependence_warnings(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> tuple
     """Warn of levels that do not depend on what they should depend on.
 
     Args:
-        oracle: the losses, of one client or pooled.
-        x: upper variables.
-        y: lower variables.
-        batch: a batch with both sides.
+        oracle: The losses, of one client or pooled.
+        x: Upper variables.
+        y: Lower variables.
+        batch: A batch with both sides.
 
     Returns:
         The warnings, and whether there is a lower level that can be solved.

@@ -30,16 +30,16 @@ class TaskBatches:
     """The batches of one client task.
 
     Args:
-        key: the root of the task's draws.
-        data: the samples of each side, in the order of their streams.
-        batch_size: samples per batch; None for every sample.
-        draws: the number of independent batches per step.
-        epochs: whether steps pass over the samples in a shuffled order.
-        paired: whether both sides draw the same samples.
+        key: The root of the task's draws.
+        data: The samples of each side, in the order of their streams.
+        batch_size: Samples per batch; None for every sample.
+        draws: The number of independent batches per step.
+        epochs: Whether steps pass over the samples in a shuffled order.
+        paired: Whether both sides draw the same samples.
         batch_type: `Batch`, or `FeatureBatch` if the samples are embedded.
 
     Attributes:
-        samples: the number of samples drawn so far.
+        samples: The number of samples drawn so far.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         flops: floating-point operations.
-        peak_bytes: the most bytes that tensors created within held at any moment.
+        peak_bytes: The most bytes that tensors created within held at any moment.
         largest_convolution: floating-point operations of the largest forward convolution.
     """
 

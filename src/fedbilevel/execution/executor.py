@@ -21,7 +21,7 @@ class Executor(ABC):
     whose clients remember nothing and whose results do not depend on what it ran before. Unless a
     subclass says otherwise, an executor serves one thread at a time.
 
-    Example:
+    Examples:
         An executor that counts the tasks that pass through it:
 
         >>> import fedbilevel as fb
@@ -48,9 +48,9 @@ class Executor(ABC):
         """Run tasks that share one phase, and yield their results, a stack of clients at a time.
 
         Args:
-            tasks: the client tasks. A client may occur more than once; if the phase remembers,
+            tasks: The client tasks. A client may occur more than once; if the phase remembers,
                 its tasks run in the order given.
-            sums: whether the server needs only the sum of the replies. The executor may then
+            sums: Whether the server needs only the sum of the replies. The executor may then
                 return sums in place of single replies.
 
         Yields:
@@ -58,8 +58,8 @@ class Executor(ABC):
             Together the results cover every task once, in any order.
 
         Raises:
-            ClientError: the code of a client failed; the message names client, phase and round.
-            TypeError: a reply has not the names and shapes that its phase declares.
+            ClientError: The code of a client failed; the message names client, phase and round.
+            TypeError: A reply has not the names and shapes that its phase declares.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Executor(ABC):
         """Return to the state of a checkpoint.
 
         Args:
-            snapshots: the snapshot of each rank, in order; their number may differ from the
+            snapshots: The snapshot of each rank, in order; their number may differ from the
                 present number of ranks.
         """
 

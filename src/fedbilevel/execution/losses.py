@@ -27,10 +27,10 @@ def evaluation_subset(
     """Draw the clients whose losses are evaluated, once for a run.
 
     Args:
-        seed: the seed of the run.
-        clients: the number of clients in the federation.
-        max_clients: the most clients to evaluate.
-        max_samples: about how many samples to evaluate per level, over all of them.
+        seed: The seed of the run.
+        clients: The number of clients in the federation.
+        max_clients: The most clients to evaluate.
+        max_samples: About how many samples to evaluate per level, over all of them.
 
     Returns:
         The numbers of the clients, and the samples per level that each of them evaluates.
@@ -47,16 +47,16 @@ class ClientLosses:
     fails on them does so before the run.
 
     Args:
-        oracle: the problem's derivatives and losses.
-        data: the client's data.
-        environment: its batch size is the size of an episode, if the lower level is private.
-        seed: the seed of the run.
-        client: the client's number.
-        samples: the most samples to evaluate per level.
-        device: where to evaluate.
+        oracle: The problem's derivatives and losses.
+        data: The client's data.
+        environment: Its batch size is the size of an episode, if the lower level is private.
+        seed: The seed of the run.
+        client: The client's number.
+        samples: The most samples to evaluate per level.
+        device: Where to evaluate.
 
     Attributes:
-        batch: the samples that were drawn.
+        batch: The samples that were drawn.
     """
 
     def __init__(
@@ -105,25 +105,25 @@ class Losses:
     of episodes (`lower_level="private"`) are taken at the y that the episodes start from.
 
     Args:
-        problem: the losses f and g.
-        data: the data of each client; only the clients that are evaluated are read.
+        problem: The losses f and g.
+        data: The data of each client; only the clients that are evaluated are read.
         weights: p_i, one number per client.
-        environment: its batch size is the size of an episode.
-        seed: the seed of the run, which determines what is drawn.
-        device: where to evaluate.
-        stack: whether clients with batches of equal shape are evaluated together, under `vmap`.
-        clients: the most clients to evaluate.
-        samples: about how many samples to evaluate per level.
+        environment: Its batch size is the size of an episode.
+        seed: The seed of the run, which determines what is drawn.
+        device: Where to evaluate.
+        stack: Whether clients with batches of equal shape are evaluated together, under `vmap`.
+        clients: The most clients to evaluate.
+        samples: About how many samples to evaluate per level.
 
     Attributes:
-        groups: for each group of clients that are evaluated together, their weights (which sum to 1
+        groups: For each group of clients that are evaluated together, their weights (which sum to 1
             over all groups) and their batches as a stack.
 
     Raises:
-        ClientError, ValueError, TypeError: a loss fails on the data of a client; the message names
+        ClientError, ValueError, TypeError: A loss fails on the data of a client; the message names
             the client.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> from fedbilevel.execution.losses import Losses
         >>> task = fb.tasks.load("quadratic", clients=4)
@@ -172,8 +172,8 @@ class Losses:
         """Evaluate both losses.
 
         Args:
-            x: the upper variables.
-            y: the lower variables.
+            x: The upper variables.
+            y: The lower variables.
 
         Returns:
             `upper_loss` and `lower_loss`.

@@ -49,14 +49,14 @@ class Memories(MutableMapping[int, Memory]):
     Without a `folder` the file is a temporary one, and a snapshot holds all memories.
 
     Args:
-        device: where cached memories are.
-        cache_bytes: the most bytes of memories to cache.
+        device: Where cached memories are.
+        cache_bytes: The most bytes of memories to cache.
 
     Attributes:
-        folder: where files are kept; None for a temporary file.
-        cached_bytes: bytes of the memories that are cached now.
+        folder: Where files are kept; None for a temporary file.
+        cached_bytes: Bytes of the memories that are cached now.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from fedbilevel.execution.memories import Memories
         >>> memories = Memories("cpu", cache_bytes=2**20)
@@ -143,10 +143,10 @@ class Memories(MutableMapping[int, Memory]):
         """Undo all changes since a mark. The mark stays valid.
 
         Args:
-            mark: the latest mark.
+            mark: The latest mark.
 
         Raises:
-            RuntimeError: there is a later mark.
+            RuntimeError: There is a later mark.
         """
         if mark != self._latest_mark:
             raise RuntimeError(
@@ -184,11 +184,11 @@ class Memories(MutableMapping[int, Memory]):
         """Return to the state of a checkpoint. Its files stay as they are.
 
         Args:
-            snapshots: the snapshot of every rank; each rank takes over its own clients.
+            snapshots: The snapshot of every rank; each rank takes over its own clients.
 
         Raises:
-            ValueError: a file is damaged.
-            FileNotFoundError: a file is missing.
+            ValueError: A file is damaged.
+            FileNotFoundError: A file is missing.
         """
         self._reset()
         files = dict(part for part in snapshots if isinstance(part, tuple))
@@ -271,16 +271,16 @@ class RecordFile:
     client remembers nothing.
 
     Args:
-        path: the file; None for a temporary one.
-        length: how many bytes of an existing file to read; 0 creates a new file.
+        path: The file; None for a temporary one.
+        length: How many bytes of an existing file to read; 0 creates a new file.
 
     Attributes:
-        positions: where each client's valid record begins, and its length.
-        end: bytes of the file.
-        live_bytes: bytes of the valid records.
+        positions: Where each client's valid record begins, and its length.
+        end: Bytes of the file.
+        live_bytes: Bytes of the valid records.
 
     Raises:
-        ValueError: the headers of an existing file are damaged.
+        ValueError: The headers of an existing file are damaged.
     """
 
     HEADER = struct.Struct("<qqq16s")  # client, length of the JSON, length of the tensors, digest
@@ -412,7 +412,7 @@ def pop_memory(phase: Phase, reply: Values) -> Memory:
     """Remove and return the new memory in what the `finish` of a phase returned.
 
     Raises:
-        TypeError: the phase remembers, but `finish` returned no memory.
+        TypeError: The phase remembers, but `finish` returned no memory.
     """
     if "memory" not in reply:
         raise TypeError(

@@ -27,10 +27,10 @@ class RankedExecutor(Executor):
     `fb.simulated_federation` uses it when there is more than one rank.
 
     Args:
-        executor: computes the tasks of this rank's clients.
-        device: where the replies of other ranks are put.
+        executor: Computes the tasks of this rank's clients.
+        device: Where the replies of other ranks are put.
 
-    Example:
+    Examples:
         Without `torchrun` there is one rank, which computes everything:
 
         >>> import fedbilevel as fb
@@ -51,14 +51,14 @@ class RankedExecutor(Executor):
         """Run the tasks of this rank's clients; yield the results of all ranks.
 
         Args:
-            tasks: the client tasks, the same on every rank.
-            sums: whether the server needs only the sum of the replies.
+            tasks: The client tasks, the same on every rank.
+            sums: Whether the server needs only the sum of the replies.
 
         Yields:
             The same results on every rank.
 
         Raises:
-            ClientError, TypeError: a task failed on some rank; every rank raises.
+            ClientError, TypeError: A task failed on some rank; every rank raises.
         """
         local_tasks = [task for task in tasks if ranks.is_local(task.client)]
         if sums:

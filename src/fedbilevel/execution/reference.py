@@ -49,16 +49,16 @@ class ReferenceExecutor(Executor):
     time.
 
     Args:
-        problem: the losses and the shapes of x and y.
-        clients: the data of each client, by its number.
-        batch_size: samples per mini-batch; None for the full batch.
-        device: where clients compute.
-        memory: bytes of client memories that are cached; the rest is kept in a file.
+        problem: The losses and the shapes of x and y.
+        clients: The data of each client, by its number.
+        batch_size: Samples per mini-batch; None for the full batch.
+        device: Where clients compute.
+        memory: Bytes of client memories that are cached; the rest is kept in a file.
 
     Attributes:
-        memories: what each client remembers.
+        memories: What each client remembers.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> federation = fb.simulated_federation(task.problem, task.clients, mode="loop")

@@ -40,13 +40,13 @@ class Config:
     """A resolved experiment: one run, with everything that it is made of.
 
     Args:
-        table: the resolved experiment as a table, with all defaults filled in. It is recorded as
+        table: The resolved experiment as a table, with all defaults filled in. It is recorded as
             config.toml, and describes the same run again.
-        experiment: the validated experiment.
-        algorithm: the algorithm with its settings.
-        environment: the conditions under which clients take part.
-        load_task: loads the task; its argument is the folder with the data, or `None`.
-        conduct: the rules of conduct with nodes of a real federation.
+        experiment: The validated experiment.
+        algorithm: The algorithm with its settings.
+        environment: The conditions under which clients take part.
+        load_task: Loads the task; its argument is the folder with the data, or `None`.
+        conduct: The rules of conduct with nodes of a real federation.
     """
 
     table: Table
@@ -83,16 +83,16 @@ def read(experiment: str) -> tuple[str, Table]:
     """Read an experiment.
 
     Args:
-        experiment: the name of an experiment that comes with the package, or the path of a TOML
+        experiment: The name of an experiment that comes with the package, or the path of a TOML
             file.
 
     Returns:
         The name or path, which messages of `resolve` begin with, and the table of the experiment.
 
     Raises:
-        ConfigError: if there is no such experiment, or if it does not fit the schema.
+        ConfigError: If there is no such experiment, or if it does not fit the schema.
 
-    Example:
+    Examples:
         >>> source, table = read("digits")
         >>> table["compare"]
         ['simfbo', 'shrofbo', 'asfbo', 'la-asfbo']
@@ -148,21 +148,21 @@ def resolve(
     over the rest of the table.
 
     Args:
-        source: the experiment's name or file, for messages.
-        table: the table of the experiment; `read` returns both.
-        algorithm: the name of the algorithm to run, or the label of a section. By default it is the
+        source: The experiment's name or file, for messages.
+        table: The table of the experiment; `read` returns both.
+        algorithm: The name of the algorithm to run, or the label of a section. By default it is the
             experiment's own, or the first that it compares.
-        settings: changes as "KEY=VALUE" with a dotted key and a value in TOML, as after `--set`.
-        overrides: changes as dotted keys with their values.
-        smoke: whether to reduce the run to a second: two rounds with two clients on small data.
+        settings: Changes as "KEY=VALUE" with a dotted key and a value in TOML, as after `--set`.
+        overrides: Changes as dotted keys with their values.
+        smoke: Whether to reduce the run to a second: two rounds with two clients on small data.
 
     Returns:
         The run with its parts; only the task is not loaded yet.
 
     Raises:
-        ConfigError: if a key is unknown, or a value is not allowed.
+        ConfigError: If a key is unknown, or a value is not allowed.
 
-    Example:
+    Examples:
         >>> config = resolve(*read("digits"), algorithm="asfbo", settings=["algorithm.lr_x=0.2"])
         >>> config.algorithm.name, config.algorithm.lr_x
         ('asfbo', 0.2)

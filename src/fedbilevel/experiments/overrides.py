@@ -50,9 +50,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
         The key and the value.
 
     Raises:
-        ConfigError: if there is no key or no equals sign.
+        ConfigError: If there is no key or no equals sign.
 
-    Example:
+    Examples:
         >>> parse_setting("algorithm.lr_x=0.1")
         ('algorithm.lr_x', 0.1)
         >>> parse_setting("task=quadratic")
@@ -81,16 +81,16 @@ def reduce_to_run(
     first of `compare`, or simfbo.
 
     Args:
-        source: the experiment's name or file, for messages.
-        table: the table of the experiment, which is left alone.
-        algorithm: the name of an algorithm, or the label of a section.
-        changes: dotted keys with their new values.
+        source: The experiment's name or file, for messages.
+        table: The table of the experiment, which is left alone.
+        algorithm: The name of an algorithm, or the label of a section.
+        changes: Dotted keys with their new values.
 
     Returns:
         The table of the run.
 
     Raises:
-        ConfigError: if a name is not a string, or a label cannot be a folder's name.
+        ConfigError: If a name is not a string, or a label cannot be a folder's name.
     """
     changed: Table = {}
     for key, value in changes:

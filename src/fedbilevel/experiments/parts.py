@@ -58,12 +58,12 @@ class TaskLoader:
     """The function that makes the task of an experiment, together with its arguments.
 
     Args:
-        source: the experiment's name or file, for messages.
-        name: the task's name, or module:function.
-        function: the task's function.
-        arguments: all its arguments but those of `RUN_ARGUMENTS`.
-        data_keys: the arguments that are given in the table `data`.
-        seed: the seed of the run.
+        source: The experiment's name or file, for messages.
+        name: The task's name, or module:function.
+        function: The task's function.
+        arguments: All its arguments but those of `RUN_ARGUMENTS`.
+        data_keys: The arguments that are given in the table `data`.
+        seed: The seed of the run.
     """
 
     source: str
@@ -141,16 +141,16 @@ def import_function(setting: str, name: str) -> Callable[..., Any]:
     """Import a function of the user's code.
 
     Args:
-        setting: the setting that names the function, for messages.
-        name: module:function; the module may lie in the working folder.
+        setting: The setting that names the function, for messages.
+        name: Module:function; the module may lie in the working folder.
 
     Returns:
         The function.
 
     Raises:
-        ValueError: if it cannot be imported, or is not a function.
+        ValueError: If it cannot be imported, or is not a function.
 
-    Example:
+    Examples:
         >>> import_function("task", "math:sqrt")(9)
         3.0
     """

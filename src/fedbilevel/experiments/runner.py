@@ -20,18 +20,18 @@ def prepare_run(config: Config, data_dir: Path | None = None) -> Run:
     Nothing is written, so whatever is wrong with the input shows before the run has left a trace.
 
     Args:
-        config: the resolved experiment.
-        data_dir: the folder with downloaded data, if it is not in the usual place.
+        config: The resolved experiment.
+        data_dir: The folder with downloaded data, if it is not in the usual place.
 
     Returns:
         The run, before its first iteration.
 
     Raises:
-        ConfigError: if the task cannot be loaded.
-        ValueError: if the parts of the experiment do not fit each other.
-        ClientError: if a loss fails on the data of the first client.
+        ConfigError: If the task cannot be loaded.
+        ValueError: If the parts of the experiment do not fit each other.
+        ClientError: If a loss fails on the data of the first client.
 
-    Example:
+    Examples:
         >>> from fedbilevel.experiments import config as configs
         >>> config = configs.resolve(*configs.read("digits"), overrides={"task.name": "quadratic"})
         >>> run = prepare_run(config)
@@ -46,14 +46,14 @@ def load_task(config: Config, data_dir: Path | None = None) -> Task:
     """Set this process to the config's number of threads, and load the task.
 
     Args:
-        config: the resolved experiment.
-        data_dir: the folder with downloaded data, if it is not in the usual place.
+        config: The resolved experiment.
+        data_dir: The folder with downloaded data, if it is not in the usual place.
 
     Returns:
         The task.
 
     Raises:
-        ConfigError: if the task cannot be loaded.
+        ConfigError: If the task cannot be loaded.
     """
     torch.set_num_threads(config.table["runtime"]["threads"])
     return config.load_task(data_dir)
@@ -63,15 +63,15 @@ def build_federation(config: Config, task: Task) -> Federation:
     """Build the simulated federation of a config, with the clients of a task.
 
     Args:
-        config: the resolved experiment.
-        task: its task, as `load_task` returns it.
+        config: The resolved experiment.
+        task: Its task, as `load_task` returns it.
 
     Returns:
         The federation, on the config's device.
 
     Raises:
-        ValueError: if the environment does not fit the number of clients.
-        ClientError: if a loss fails on the data of the first client.
+        ValueError: If the environment does not fit the number of clients.
+        ClientError: If a loss fails on the data of the first client.
     """
     experiment = config.experiment
     device = ranks.local_device(experiment.device)
@@ -93,15 +93,15 @@ def build_run(config: Config, task: Task, fed: Federation) -> Run:
     """Build the run of a config on a federation, simulated or real.
 
     Args:
-        config: the resolved experiment.
-        task: its task, which evaluates the run.
-        fed: the federation.
+        config: The resolved experiment.
+        task: Its task, which evaluates the run.
+        fed: The federation.
 
     Returns:
         The run, before its first iteration.
 
     Raises:
-        ValueError: if the algorithm does not solve such a problem.
+        ValueError: If the algorithm does not solve such a problem.
     """
     return Run(
         config.algorithm,

@@ -126,16 +126,16 @@ def validate(source: str, table: Table) -> Experiment:
     """Check a table against the schema.
 
     Args:
-        source: the experiment's name or file, for messages.
-        table: the table, with names expanded (`expand_names`).
+        source: The experiment's name or file, for messages.
+        table: The table, with names expanded (`expand_names`).
 
     Returns:
         The experiment.
 
     Raises:
-        ConfigError: if a key is unknown or a value is not allowed.
+        ConfigError: If a key is unknown or a value is not allowed.
 
-    Example:
+    Examples:
         >>> validate("a.toml", {"task": {"name": "quadratic"}, "rounds": 5}).rounds
         5
         >>> validate("a.toml", {"ronds": 5})
@@ -168,7 +168,7 @@ def copy_table(value: Any, key: str = "") -> Any:
     """Return a deep copy of a table, or of a value in it.
 
     Raises:
-        OverflowError: if a whole number needs more than 64 bits; TOML has none, but Python's reader
+        OverflowError: If a whole number needs more than 64 bits; TOML has none, but Python's reader
             does not check.
     """
     if isinstance(value, dict):

@@ -30,8 +30,8 @@ class Scales(NamedTuple):
     """The factors of a trial's step sizes.
 
     Args:
-        x: factor of the step sizes of the upper level.
-        y: factor of the step sizes of the lower level and of the linear system.
+        x: Factor of the step sizes of the upper level.
+        y: Factor of the step sizes of the lower level and of the linear system.
     """
 
     x: float = 1.0
@@ -42,13 +42,13 @@ class Trial(NamedTuple):
     """A trial and its result.
 
     Args:
-        number: the number of the trial; number 0 has the algorithm's own settings.
-        scales: the factors of its step sizes.
-        status: how its run has ended, or "unfinished".
-        loss: the upper loss on validation data, mean over the last quarter of the evaluations. It
+        number: The number of the trial; number 0 has the algorithm's own settings.
+        scales: The factors of its step sizes.
+        status: How its run has ended, or "unfinished".
+        loss: The upper loss on validation data, mean over the last quarter of the evaluations. It
             is infinite unless the run has completed.
-        accuracy: the final test accuracy, if the run has ended and measures one.
-        config: the resolved experiment.
+        accuracy: The final test accuracy, if the run has ended and measures one.
+        config: The resolved experiment.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Trial(NamedTuple):
 def step_size_level(setting: str) -> str | None:
     """Return whose step size a setting is: "x" or "y" (also for the linear system), or None.
 
-    Example:
+    Examples:
         >>> step_size_level("server_lr_x"), step_size_level("lr_z"), step_size_level("local_steps")
         ('x', 'y', None)
     """
@@ -118,8 +118,8 @@ def scales_between(settings: Mapping[str, Any], unscaled: Mapping[str, Any]) -> 
     A quotient of step sizes gives them exactly, because they have few digits.
 
     Args:
-        settings: the algorithm's settings after scaling.
-        unscaled: its settings before.
+        settings: The algorithm's settings after scaling.
+        unscaled: Its settings before.
     """
     scales = {}
     for key, value in settings.items():
@@ -211,9 +211,9 @@ def draw_scales(trials: Sequence[Trial], seed: int, number: int) -> Scales:
     would make all others look alike.
 
     Args:
-        trials: the earlier trials, at least one.
-        seed: the seed of the experiment.
-        number: the number of the trial.
+        trials: The earlier trials, at least one.
+        seed: The seed of the experiment.
+        number: The number of the trial.
 
     Returns:
         Scales that no earlier trial has, as far as a second, random draw avoids them.
@@ -257,9 +257,9 @@ def tuned_experiment(
     Its seed is another than that of the trials, so that a comparison is not biased towards them.
 
     Args:
-        experiment: the experiment that the settings are written into, as TOML can hold it.
-        best: the best trial of each algorithm, at least one.
-        counts: the number of trials of each algorithm.
+        experiment: The experiment that the settings are written into, as TOML can hold it.
+        best: The best trial of each algorithm, at least one.
+        counts: The number of trials of each algorithm.
     """
     tuning = next(iter(best.values())).config
     comment = [

@@ -29,15 +29,15 @@ class Assigner:
     """Makes the tasks of a federation's clients.
 
     Args:
-        problem: what is solved.
-        clients: how many clients are registered.
-        environment: local steps, batch size and stages.
-        weights: returns p_i for each client; called when it is first needed.
-        samples: returns how many training samples a client holds.
-        seed: the root of all keys.
+        problem: What is solved.
+        clients: How many clients are registered.
+        environment: Local steps, batch size and stages.
+        weights: Returns p_i for each client; called when it is first needed.
+        samples: Returns how many training samples a client holds.
+        seed: The root of all keys.
 
     Attributes:
-        tasks_made: how many tasks were made so far; the next task has this number.
+        tasks_made: How many tasks were made so far; the next task has this number.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Assigner:
         """Make one task per client.
 
         Args:
-            phase: what each client does.
-            clients: the clients; one may occur more than once.
-            each: what `clients[j]` alone is sent.
-            submodels: the part of the model that `clients[j]` holds.
-            message: what everyone is sent.
-            round_: the communication round.
-            iteration: the iteration of the algorithm.
+            phase: What each client does.
+            clients: The clients; one may occur more than once.
+            each: What `clients[j]` alone is sent.
+            submodels: The part of the model that `clients[j]` holds.
+            message: What everyone is sent.
+            round_: The communication round.
+            iteration: The iteration of the algorithm.
 
         Returns:
             The tasks, in the order of `clients`.

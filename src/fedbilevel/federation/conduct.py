@@ -13,20 +13,20 @@ class Conduct:
     """How a server treats real clients: deadlines, bounds on replies, exclusion and waiting.
 
     Args:
-        deadline_s: seconds that a client has for a task. A task that takes longer is lost, and a
+        deadline_s: Seconds that a client has for a task. A task that takes longer is lost, and a
             later reply is ignored.
-        norm_bound: the largest Euclidean norm of a tree in a reply; a longer one is clipped to it,
+        norm_bound: The largest Euclidean norm of a tree in a reply; a longer one is clipped to it,
             as by `fedbilevel.stages.Clip`. None: replies are not clipped.
-        strikes: how many replies of a client are refused before it is given no more tasks for the
+        strikes: How many replies of a client are refused before it is given no more tasks for the
             rest of the run.
-        start_clients: how many clients must have joined before round 1. None: all of them.
-        wait_s: seconds to wait for enough clients before the run is given up.
+        start_clients: How many clients must have joined before round 1. None: all of them.
+        wait_s: Seconds to wait for enough clients before the run is given up.
 
     Raises:
-        ValueError: a value is out of its range.
-        TypeError: a value has a wrong type.
+        ValueError: A value is out of its range.
+        TypeError: A value has a wrong type.
 
-    Example:
+    Examples:
         >>> from fedbilevel.federation.conduct import Conduct
         >>> Conduct(deadline_s=30.0, strikes=1).wait_s
         3600.0

@@ -33,7 +33,7 @@ FAULTS = ("drop", "duplicate", "corrupt", "leave")  # the order is part of the k
 class Delay(Protocol):
     """A model of how long tasks take: any class with this method.
 
-    Example:
+    Examples:
         A model in which every client is slower than the one before it:
 
         >>> import fedbilevel as fb
@@ -48,8 +48,8 @@ class Delay(Protocol):
         """Draw the durations of tasks.
 
         Args:
-            keys: the key of each task's draws; equal keys must give equal durations.
-            clients: the client of each task.
+            keys: The key of each task's draws; equal keys must give equal durations.
+            clients: The client of each task.
 
         Returns:
             One duration per task, in virtual seconds.
@@ -62,9 +62,9 @@ class Constant:
     """Every task takes the same time.
 
     Args:
-        mean: the duration in seconds, above 0.
+        mean: The duration in seconds, above 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> fb.delays.Constant(2.0).seconds(torch.arange(3), [0, 1, 2])
@@ -88,10 +88,10 @@ class LogNormal:
     mean exp(sigma N - sigma^2 / 2), where N is standard normal.
 
     Args:
-        mean: the mean duration in seconds, above 0.
-        sigma: the standard deviation of the logarithm, above 0.
+        mean: The mean duration in seconds, above 0.
+        sigma: The standard deviation of the logarithm, above 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> seconds = fb.delays.LogNormal(mean=2.0).seconds(torch.arange(1000), range(1000))
@@ -118,10 +118,10 @@ class Pareto:
     The minimum is mean (shape - 1) / shape, which gives the stated mean.
 
     Args:
-        mean: the mean duration in seconds, above 0.
-        shape: the exponent of the tail, above 1; the variance is infinite up to 2.
+        mean: The mean duration in seconds, above 0.
+        shape: The exponent of the tail, above 1; the variance is infinite up to 2.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> seconds = fb.delays.Pareto(mean=3.0, shape=1.5).seconds(torch.arange(1000), range(1000))
@@ -150,13 +150,13 @@ class Trace:
     its client or, if there are none, from the lines without a client.
 
     Args:
-        path: the file.
+        path: The file.
 
     Raises:
-        ValueError: the file is empty, not UTF-8 text, or a line of it is wrong.
-        OSError: the file cannot be read.
+        ValueError: The file is empty, not UTF-8 text, or a line of it is wrong.
+        OSError: The file cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import torch
         >>> import fedbilevel as fb
@@ -201,7 +201,7 @@ class Trace:
         """Check that there is a duration for each of `clients` clients.
 
         Raises:
-            ValueError: a client has none.
+            ValueError: A client has none.
         """
         if ANY_CLIENT in self.durations:
             return
@@ -232,10 +232,10 @@ class Stragglers:
     """Slow clients: the same ones throughout a run, drawn at its start.
 
     Args:
-        clients: how many clients are slow.
-        slowdown: their tasks take this many times as long, at least 1.
+        clients: How many clients are slow.
+        slowdown: Their tasks take this many times as long, at least 1.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> stragglers = fb.delays.Stragglers(clients=2, slowdown=10.0)
         >>> environment = fb.Environment(delay=fb.delays.Constant(), stragglers=stragglers)
@@ -253,18 +253,18 @@ class Faults:
     """What goes wrong, as probabilities per task.
 
     Args:
-        drop: the reply is lost on the way. The server notices when it would have arrived.
-        duplicate: the reply arrives twice, and the second copy is refused.
-        corrupt: the reply is nonsense (not finite, or of a wrong shape) and is refused.
-        leave: after the task the client is away for `away_s` virtual seconds. A task that it is
+        drop: The reply is lost on the way. The server notices when it would have arrived.
+        duplicate: The reply arrives twice, and the second copy is refused.
+        corrupt: The reply is nonsense (not finite, or of a wrong shape) and is refused.
+        leave: After the task the client is away for `away_s` virtual seconds. A task that it is
             sent in the meantime begins when it has returned.
-        away_s: how long a client that leaves is away, above 0.
+        away_s: How long a client that leaves is away, above 0.
 
     Raises:
-        ValueError: a probability is not in [0, 1], or `drop` and `corrupt` add up to 1 or more, so
+        ValueError: A probability is not in [0, 1], or `drop` and `corrupt` add up to 1 or more, so
             that no reply would get through.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> environment = fb.Environment(faults=fb.delays.Faults(drop=0.1, corrupt=0.05))
         >>> fb.delays.Faults(drop=1.5)
@@ -289,7 +289,7 @@ class Faults:
         """Draw whether a fault happens to each task.
 
         Args:
-            keys: the key of each task's draws.
+            keys: The key of each task's draws.
             fault: "drop", "duplicate", "corrupt" or "leave".
 
         Returns:

@@ -77,32 +77,32 @@ class Environment:
     """The conditions under which clients take part: the same for every algorithm.
 
     Args:
-        participation: the size of a cohort: a whole number of clients, or a fraction of them in
+        participation: The size of a cohort: a whole number of clients, or a fraction of them in
             (0, 1]; 1.0 is everyone. For algorithms without a barrier, the number of arrivals that a
             `collect` waits for.
-        local_steps: the steps that a client takes in a phase with local steps: one number for all,
+        local_steps: The steps that a client takes in a phase with local steps: one number for all,
             a tuple (low, high) from which a number is drawn uniformly for each client and round, or
             a list with one entry per client.
-        batch_size: samples per mini-batch, drawn without replacement; None is the full batch.
-        min_replies: the quorum. An `ask` with fewer accepted replies ends the run, and `sample`
+        batch_size: Samples per mini-batch, drawn without replacement; None is the full batch.
+        min_replies: The quorum. An `ask` with fewer accepted replies ends the run, and `sample`
             waits until as many clients are available.
-        delay: how long a task takes in virtual seconds, whatever its number of steps: one of
+        delay: How long a task takes in virtual seconds, whatever its number of steps: one of
             `fedbilevel.delays`. None: tasks take no time. For simulations, as are the next three.
-        stragglers: clients that take longer (`fedbilevel.delays.Stragglers`). None: no client does.
-        deadline: the virtual seconds that an `ask` waits; a later reply is lost. None: it waits for
+        stragglers: Clients that take longer (`fedbilevel.delays.Stragglers`). None: no client does.
+        deadline: The virtual seconds that an `ask` waits; a later reply is lost. None: it waits for
             everyone. Tasks that are posted have no deadline.
-        faults: what goes wrong (`fedbilevel.delays.Faults`). None: nothing does.
-        capacity: the fraction of the units of a model that a client can hold, in (0, 1]: one number
+        faults: What goes wrong (`fedbilevel.delays.Faults`). None: nothing does.
+        capacity: The fraction of the units of a model that a client can hold, in (0, 1]: one number
             for all, or a list that is dealt to the clients in turn.
-        capacity_y: the same for the axes that only tensors of y have. None: `capacity`.
-        stages: the transformations that messages and replies go through (`fedbilevel.stages`).
+        capacity_y: The same for the axes that only tensors of y have. None: `capacity`.
+        stages: The transformations that messages and replies go through (`fedbilevel.stages`).
 
     Raises:
-        ValueError: a value is out of its range, `stragglers`, `deadline` or `faults.leave` is given
+        ValueError: A value is out of its range, `stragglers`, `deadline` or `faults.leave` is given
             without a delay, or a stage that remembers is combined with submodels.
-        TypeError: a value has a wrong type.
+        TypeError: A value has a wrong type.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> environment = fb.Environment(participation=0.5, local_steps=(1, 5), batch_size=32)
         >>> environment.cohort_size(clients=10)
@@ -150,10 +150,10 @@ class Environment:
         """Check what depends on the number of clients.
 
         Args:
-            clients: how many clients are registered.
+            clients: How many clients are registered.
 
         Raises:
-            ValueError: a value does not fit that number.
+            ValueError: A value does not fit that number.
         """
         if isinstance(self.participation, int) and self.participation > clients:
             raise ValueError(

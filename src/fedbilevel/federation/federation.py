@@ -45,23 +45,23 @@ class Federation:
     clients.
 
     Args:
-        problem: what is solved.
-        clients: how many clients are registered.
-        transport: carries tasks to the clients and tells the time.
-        environment: the conditions under which clients take part; by default everyone, always.
-        weights: returns p_i for each client; called when it is first needed.
-        seed: the root of everything that is drawn.
-        device: where the server computes.
+        problem: What is solved.
+        clients: How many clients are registered.
+        transport: Carries tasks to the clients and tells the time.
+        environment: The conditions under which clients take part; by default everyone, always.
+        weights: Returns p_i for each client; called when it is first needed.
+        seed: The root of everything that is drawn.
+        device: Where the server computes.
 
     Attributes:
-        iteration: completed iterations of the algorithm; the run counts them.
-        ledger: what the run has cost so far.
-        in_flight: the posted tasks that have not ended, by client.
+        iteration: Completed iterations of the algorithm; the run counts them.
+        ledger: What the run has cost so far.
+        in_flight: The posted tasks that have not ended, by client.
 
     Raises:
-        ValueError: the environment does not fit the number of clients, or the seed is negative.
+        ValueError: The environment does not fit the number of clients, or the seed is negative.
 
-    Example:
+    Examples:
         One step of SimFBO by hand:
 
         >>> import fedbilevel as fb
@@ -128,7 +128,7 @@ class Federation:
     def now(self) -> float:
         """Seconds since the run began; virtual seconds in a simulation.
 
-        Example:
+        Examples:
             >>> import fedbilevel as fb
             >>> task = fb.tasks.load("quadratic", clients=4)
             >>> environment = fb.Environment(delay=fb.delays.Constant(2.0))
@@ -153,9 +153,9 @@ class Federation:
             Distinct clients. The draw is keyed by the seed and the number of cohorts drawn before.
 
         Raises:
-            QuorumError: too few clients have become available in time (real federations only).
+            QuorumError: Too few clients have become available in time (real federations only).
 
-        Example:
+        Examples:
             >>> import fedbilevel as fb
             >>> task = fb.tasks.load("quadratic", clients=10)
             >>> environment = fb.Environment(participation=0.3)
@@ -178,12 +178,12 @@ class Federation:
         """Draw a number for the server, uniformly from 0, ..., count - 1.
 
         Args:
-            count: how many numbers there are to choose from.
+            count: How many numbers there are to choose from.
 
         Returns:
             The number. The draw is keyed by the seed and the number of such draws before.
 
-        Example:
+        Examples:
             >>> import fedbilevel as fb
             >>> task = fb.tasks.load("quadratic", clients=4)
             >>> fed = fb.simulated_federation(task.problem, task.clients)
@@ -206,24 +206,24 @@ class Federation:
         """Have clients run a phase, and wait for all replies: one communication round.
 
         Args:
-            phase: what each client does.
-            clients: whom to ask; a client may be asked more than once.
-            each: what `clients[j]` alone is sent.
-            submodels: the part of the model that `clients[j]` holds: trees in `message` are cut to
+            phase: What each client does.
+            clients: Whom to ask; a client may be asked more than once.
+            each: What `clients[j]` alone is sent.
+            submodels: The part of the model that `clients[j]` holds: trees in `message` are cut to
                 it, and so is the reply. None is the whole model, for one client or for all.
-            **message: what everyone is sent: trees, tensors and numbers by name.
+            **message: What everyone is sent: trees, tensors and numbers by name.
 
         Returns:
             The accepted replies.
 
         Raises:
-            QuorumError: fewer than `Environment.min_replies` replies were accepted. For replies
+            QuorumError: Fewer than `Environment.min_replies` replies were accepted. For replies
                 that are summed on a GPU it is raised one round later.
-            ClientError: a client's own code or data failed.
-            ValueError: a client does not exist, or `each` or `submodels` has a wrong length.
+            ClientError: A client's own code or data failed.
+            ValueError: A client does not exist, or `each` or `submodels` has a wrong length.
             TypeError: `phase` is not a `Phase`, or replies with something else than it declares.
 
-        Example:
+        Examples:
             >>> import fedbilevel as fb
             >>> task = fb.tasks.load("quadratic", clients=4)
             >>> fed = fb.simulated_federation(task.problem, task.clients)
@@ -265,18 +265,18 @@ class Federation:
         """Have clients run a phase, without waiting for replies; `collect` fetches them.
 
         Args:
-            phase: what each client does.
-            clients: who gets a task; each must have none in flight.
-            each: what `clients[j]` alone is sent.
-            submodels: the part of the model that `clients[j]` holds; see `ask`.
-            **message: what everyone is sent.
+            phase: What each client does.
+            clients: Who gets a task; each must have none in flight.
+            each: What `clients[j]` alone is sent.
+            submodels: The part of the model that `clients[j]` holds; see `ask`.
+            **message: What everyone is sent.
 
         Raises:
-            RuntimeError: a client would have two tasks in flight, or tasks of another phase are in
+            RuntimeError: A client would have two tasks in flight, or tasks of another phase are in
                 flight.
-            ValueError: a client does not exist, or `each` or `submodels` has a wrong length.
+            ValueError: A client does not exist, or `each` or `submodels` has a wrong length.
 
-        Example:
+        Examples:
             >>> import fedbilevel as fb
             >>> task = fb.tasks.load("quadratic", clients=4)
             >>> environment = fb.Environment(delay=fb.delays.LogNormal())
@@ -313,17 +313,17 @@ class Federation:
         `Replies.idle` has the clients that can be given a new task.
 
         Args:
-            count: how many accepted replies to wait for; by default `Environment.participation`.
+            count: How many accepted replies to wait for; by default `Environment.participation`.
 
         Returns:
             The accepted replies, at most `count`.
 
         Raises:
-            RuntimeError: nothing is in flight.
+            RuntimeError: Nothing is in flight.
             ValueError: `count` is below 1.
-            ClientError: a client's own code or data failed.
+            ClientError: A client's own code or data failed.
 
-        Example:
+        Examples:
             See `post`.
         """
         if not self.in_flight:
@@ -388,7 +388,7 @@ class Federation:
         """Check the replies of the last `ask`, if they are still pending, and its quorum.
 
         Raises:
-            QuorumError: too few of them were accepted.
+            QuorumError: Too few of them were accepted.
         """
         self._conclude_ask()
         if self.deferred_quorum_error:
@@ -421,7 +421,7 @@ class Federation:
         It is meant for simulations of a method whose paper takes an exchange to be free.
 
         Raises:
-            RuntimeError: the transport has a real clock.
+            RuntimeError: The transport has a real clock.
         """
         self.check_pending()  # pending replies are booked before the costs are set aside
         booked = self.ledger
@@ -440,9 +440,9 @@ class Federation:
         `min_` the extreme is kept.
 
         Args:
-            **values: numbers or 0-d tensors, by name. Tensors stay on their device.
+            **values: Numbers or 0-d tensors, by name. Tensors stay on their device.
 
-        Example:
+        Examples:
             >>> import fedbilevel as fb
             >>> task = fb.tasks.load("quadratic", clients=4)
             >>> fed = fb.simulated_federation(task.problem, task.clients)

@@ -30,11 +30,11 @@ def reply_mismatch(
     """Say how a reply differs from its declaration.
 
     Args:
-        values: the reply, or a stack of replies.
-        declared: the kind of each value (`Phase.reply`).
-        problem: has the shapes and the dtype of x and y.
-        submodel: the part of the model that the client holds; None is the whole model.
-        *leading: the sizes of the leading axes of a stack; none for a single reply.
+        values: The reply, or a stack of replies.
+        declared: The kind of each value (`Phase.reply`).
+        problem: Has the shapes and the dtype of x and y.
+        submodel: The part of the model that the client holds; None is the whole model.
+        *leading: The sizes of the leading axes of a stack; none for a single reply.
 
     Returns:
         A phrase that continues "phase ... " or "client ...: ", or None if the reply matches.

@@ -31,15 +31,15 @@ class Cost:
     and counted, only where clients remember.
 
     Args:
-        rounds: communication rounds: every `ask` and every `collect` is one.
-        bytes_up: bytes of the replies, after the encoders of their stages.
-        bytes_down: bytes of the messages, after the encoders of their stages, for every receiver.
-        samples: samples read, counted once per step that reads them.
-        gradients: gradient evaluations; a Hessian or cross product counts as two.
-        flops: multiplications and additions in matrix products and convolutions.
-        peak_bytes: the most bytes that any client held at once.
+        rounds: Communication rounds: every `ask` and every `collect` is one.
+        bytes_up: Bytes of the replies, after the encoders of their stages.
+        bytes_down: Bytes of the messages, after the encoders of their stages, for every receiver.
+        samples: Samples read, counted once per step that reads them.
+        gradients: Gradient evaluations; a Hessian or cross product counts as two.
+        flops: Multiplications and additions in matrix products and convolutions.
+        peak_bytes: The most bytes that any client held at once.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> fed = fb.simulated_federation(task.problem, task.clients)
@@ -68,8 +68,8 @@ class Accounts:
     take time in proportion to the clients charged, whatever the number of clients so far.
 
     Attributes:
-        ids: the clients, in the order in which they first took part.
-        figures: a row for each of `FIGURES`, a column for each of `ids`.
+        ids: The clients, in the order in which they first took part.
+        figures: A row for each of `FIGURES`, a column for each of `ids`.
     """
 
     FIGURES: ClassVar = ("bytes_up", "bytes_down", "flops", "peak_bytes")
@@ -89,8 +89,8 @@ class Accounts:
         """Add what clients spent.
 
         Args:
-            clients: the clients; one may occur more than once.
-            amounts: for some of `FIGURES`, one amount per entry of `clients`.
+            clients: The clients; one may occur more than once.
+            amounts: For some of `FIGURES`, one amount per entry of `clients`.
         """
         new = [client for client in dict.fromkeys(clients) if client not in self._column]
         if new:
@@ -216,14 +216,14 @@ class Ledger:
     """Everything that a run has cost, per phase and per client.
 
     Args:
-        phases: the cost of each phase, by `Phase.name`.
-        clients: what each client has spent.
-        wall_s: real seconds that iterations took, without evaluation.
-        refused_replies: replies that arrived and were not accepted: of a wrong shape, not finite,
+        phases: The cost of each phase, by `Phase.name`.
+        clients: What each client has spent.
+        wall_s: Real seconds that iterations took, without evaluation.
+        refused_replies: Replies that arrived and were not accepted: of a wrong shape, not finite,
             or a second copy.
-        lost_tasks: tasks whose reply never arrived: dropout, fault or deadline.
+        lost_tasks: Tasks whose reply never arrived: dropout, fault or deadline.
 
-    Example:
+    Examples:
         >>> ledger = Ledger()
         >>> ledger.book(RoundStarted("descend"))
         >>> ledger.book(MessagesSent("descend", clients=[0, 3], nbytes=[80, 80]))
@@ -243,7 +243,7 @@ class Ledger:
         """Enter an event: the only function that changes the ledger.
 
         Args:
-            event: what happened; one of the event classes of this module.
+            event: What happened; one of the event classes of this module.
         """
         match event:
             case RoundStarted(phase):

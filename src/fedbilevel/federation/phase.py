@@ -69,9 +69,9 @@ class Message(SimpleNamespace):
     remembers, `memory` is what the client's last such task left, `{}` if there is none.
 
     Raises:
-        AttributeError: the message has no value of this name; the error lists those it has.
+        AttributeError: The message has no value of this name; the error lists those it has.
 
-    Example:
+    Examples:
         >>> message = Message(x=1.0, steps=5)
         >>> message.x
         1.0
@@ -113,26 +113,26 @@ class Phase(FrozenDataclass, ABC):
     first and after `{}` was returned.
 
     Args:
-        steps: how many steps a client takes: a number, "local" for the environment's `local_steps`,
+        steps: How many steps a client takes: a number, "local" for the environment's `local_steps`,
             or "N epochs" for N passes over the client's training data.
-        full: whether a step is given every sample instead of a mini-batch.
+        full: Whether a step is given every sample instead of a mini-batch.
 
     Attributes:
-        name: what the phase is called in the ledger and in messages; random draws are keyed by it.
-        batch: the sides of the data that a step is given: "train", "val" or "both".
-        reply: the kind of each value that `finish` returns, by name: "x" or "y" (a tree shaped like
+        name: What the phase is called in the ledger and in messages; random draws are keyed by it.
+        batch: The sides of the data that a step is given: "train", "val" or "both".
+        reply: The kind of each value that `finish` returns, by name: "x" or "y" (a tree shaped like
             that variable), "scalar", or a dict of shapes (a tree of these).
-        fixed_x: whether every evaluation is at `message.x`, without derivatives in x. A backbone
+        fixed_x: Whether every evaluation is at `message.x`, without derivatives in x. A backbone
             (`Problem.embed`) then runs once per task.
-        remembers: whether the phase reads and leaves a memory with the client.
-        summed: whether the server uses only means of the replies, never a single one. Replies may
+        remembers: Whether the phase reads and leaves a memory with the client.
+        summed: Whether the server uses only means of the replies, never a single one. Replies may
             then be summed where they are computed.
 
     Raises:
-        ValueError: a field has a value that its annotation does not allow.
-        TypeError: a field has a wrong type, or the class has no `name`.
+        ValueError: A field has a value that its annotation does not allow.
+        TypeError: A field has a wrong type, or the class has no `name`.
 
-    Example:
+    Examples:
         Local SGD on the lower level, which replies with the displacement of y:
 
         >>> import fedbilevel as fb
@@ -181,7 +181,7 @@ class Phase(FrozenDataclass, ABC):
         """Turn the message into the first carry.
 
         Args:
-            message: what the client was sent; see `Message`.
+            message: What the client was sent; see `Message`.
 
         Returns:
             The carry: any nest of tuples, dicts and trees of tensors.
@@ -191,9 +191,9 @@ class Phase(FrozenDataclass, ABC):
         """Take the first step, where it differs from the others; by default it is `step`.
 
         Args:
-            carry: what `start` returned.
-            oracle: derivatives of the client's losses.
-            batch: the data of this step; a tuple of batches where `draws` is above 1.
+            carry: What `start` returned.
+            oracle: Derivatives of the client's losses.
+            batch: The data of this step; a tuple of batches where `draws` is above 1.
 
         Returns:
             The next carry.
@@ -205,9 +205,9 @@ class Phase(FrozenDataclass, ABC):
         """Take one local step.
 
         Args:
-            carry: what the last step returned.
-            oracle: derivatives of the client's losses.
-            batch: the data of this step; a tuple of batches where `draws` is above 1.
+            carry: What the last step returned.
+            oracle: Derivatives of the client's losses.
+            batch: The data of this step; a tuple of batches where `draws` is above 1.
 
         Returns:
             The next carry.
@@ -218,7 +218,7 @@ class Phase(FrozenDataclass, ABC):
         """Turn the last carry into the reply.
 
         Args:
-            carry: what the last step returned.
+            carry: What the last step returned.
 
         Returns:
             The values that the class declares in `reply`, by name, and "memory" if it remembers.
@@ -238,11 +238,11 @@ class Phase(FrozenDataclass, ABC):
         """The number of steps of `epochs` passes over a client's training data.
 
         Args:
-            samples: how many training samples the client holds.
-            batch_size: samples per mini-batch; None is the full batch.
+            samples: How many training samples the client holds.
+            batch_size: Samples per mini-batch; None is the full batch.
 
         Returns:
-            epochs * ceil(samples / batch_size).
+            Epochs * ceil(samples / batch_size).
         """
         assert self.epochs is not None
         size = samples
@@ -283,13 +283,13 @@ class Phase(FrozenDataclass, ABC):
         """The phase that plain values describe.
 
         Args:
-            plain: what `to_dict` returned; it may come from an untrusted sender.
+            plain: What `to_dict` returned; it may come from an untrusted sender.
 
         Returns:
             The phase. Its class must have been imported by this process: nothing is imported here.
 
         Raises:
-            ValueError: the class is not registered, or a field is unknown, missing or wrong.
+            ValueError: The class is not registered, or a field is unknown, missing or wrong.
             TypeError: `plain` is not a dict with names.
         """
         if not isinstance(plain, dict) or not all(isinstance(key, str) for key in plain):

@@ -40,15 +40,15 @@ class Reply(NamedTuple):
     """One client's accepted reply.
 
     Args:
-        position: the index of the client among those that were asked or, without a barrier, of its
+        position: The index of the client among those that were asked or, without a barrier, of its
             task among those that have ended.
-        client: who replied.
-        steps: the number of local steps that it took.
+        client: Who replied.
+        steps: The number of local steps that it took.
         weight: n p_i; 1 for uniform weights.
-        staleness: the iterations between the message and the arrival of the reply; 0 for an `ask`.
-        values: the reply, by name; empty where the phase declares that replies are only `summed`.
+        staleness: The iterations between the message and the arrival of the reply; 0 for an `ask`.
+        values: The reply, by name; empty where the phase declares that replies are only `summed`.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> fed = fb.simulated_federation(task.problem, task.clients)
@@ -96,16 +96,16 @@ class Replies:
     are pending until `check_pending` names those that are not; the sums never contain them.
 
     Args:
-        label: the exchange in words, for messages: phase and round.
-        phase: what the clients did; it declares the kinds of their values.
-        problem: has the shapes of x and y.
+        label: The exchange in words, for messages: phase and round.
+        phase: What the clients did; it declares the kinds of their values.
+        problem: Has the shapes of x and y.
 
     Attributes:
-        idle: the clients whose tasks have ended, with or without a reply, in the order of ending.
-        refused: for each refused reply the client and the reason, in words.
-        refused_clients: for each refused reply the client.
+        idle: The clients whose tasks have ended, with or without a reply, in the order of ending.
+        refused: For each refused reply the client and the reason, in words.
+        refused_clients: For each refused reply the client.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> fed = fb.simulated_federation(task.problem, task.clients)
@@ -140,15 +140,15 @@ class Replies:
         """The mean over accepted replies, with weights p~_i = (n / |C|) p_i.
 
         Args:
-            name: a value that the phase replies with, or "steps" for the number of local steps.
+            name: A value that the phase replies with, or "steps" for the number of local steps.
 
         Returns:
             A tree, or a number for a scalar; a 0-d tensor where replies are pending on a GPU.
 
         Raises:
-            QuorumError: no reply was accepted.
-            KeyError: the phase replies with no such value.
-            RuntimeError: the value comes from submodels; it has a `coverage_mean` only.
+            QuorumError: No reply was accepted.
+            KeyError: The phase replies with no such value.
+            RuntimeError: The value comes from submodels; it has a `coverage_mean` only.
         """
         if not self._pending and not self._replies:
             raise QuorumError(f"{self.label}: no reply was accepted")
@@ -171,15 +171,15 @@ class Replies:
         """The weighted mean, in every coordinate over the clients that hold it.
 
         Args:
-            name: a value shaped like x or y that the phase replies with.
+            name: A value shaped like x or y that the phase replies with.
 
         Returns:
             In every coordinate sum p_i v_i / sum p_i over the clients that hold it, 0 where nobody
             does. Where all clients hold the whole model, this is the weighted mean over the cohort.
 
         Raises:
-            QuorumError: no reply was accepted.
-            KeyError: the phase replies with no such value.
+            QuorumError: No reply was accepted.
+            KeyError: The phase replies with no such value.
         """
         self.check_pending()
         total_weight = _total_weight(self._replies)
@@ -220,8 +220,8 @@ class Replies:
         """Take the replies that match their declaration, and refuse the others.
 
         Args:
-            results: what has arrived.
-            iteration: the present iteration, for the staleness of the replies.
+            results: What has arrived.
+            iteration: The present iteration, for the staleness of the replies.
         """
         groups: dict[Submodel | None, list[int]] = defaultdict(list)
         for index, task in enumerate(results.tasks):
@@ -279,9 +279,9 @@ class Replies:
         """Add replies of the declared shapes, and refuse those that are not finite.
 
         Args:
-            replies: the replies, without their values.
-            stack: their values; the leading axis goes over `replies`.
-            submodel: the part of the model that these clients hold.
+            replies: The replies, without their values.
+            stack: Their values; the leading axis goes over `replies`.
+            submodel: The part of the model that these clients hold.
         """
         steps = torch.tensor([reply.steps for reply in replies], dtype=torch.float64)
         stack = {**stack, "steps": steps}
@@ -311,9 +311,9 @@ class Replies:
         """Add replies that were summed where they were computed; on a GPU, without waiting for it.
 
         Args:
-            replies: the replies, without their values.
-            sums: their sums, and which of them are finite.
-            submodel: the part of the model that these clients hold.
+            replies: The replies, without their values.
+            sums: Their sums, and which of them are finite.
+            submodel: The part of the model that these clients hold.
         """
         if submodel:
             self.check_pending()
@@ -383,7 +383,7 @@ def coverage_metrics(kind: str, counts: Tensor) -> dict[str, float]:
 
     Args:
         kind: "x" or "y".
-        counts: how many clients hold each coordinate.
+        counts: How many clients hold each coordinate.
 
     Returns:
         "min_coverage_{kind}", the least number of clients that hold a coordinate which somebody

@@ -17,9 +17,9 @@ def weighted_sum(stack: Values, weights: Tensor, mask: Tensor | None = None) -> 
     """The sum over clients of weight times reply.
 
     Args:
-        stack: the replies; whole numbers are summed in float64.
-        weights: one weight per client.
-        mask: which clients to count; by default all of them.
+        stack: The replies; whole numbers are summed in float64.
+        weights: One weight per client.
+        mask: Which clients to count; by default all of them.
 
     Returns:
         A value of the shape of one reply.

@@ -40,19 +40,19 @@ class Stage(FrozenDataclass):
 
     Args:
         direction: "up" for replies, "down" for what the server sends to everyone.
-        values: the names of the trees that go through the stage; empty for all that are shaped like
+        values: The names of the trees that go through the stage; empty for all that are shaped like
             x or y. Scalars never do.
 
     Attributes:
-        name: what the stage is called in experiments.
-        remembers: whether the stage keeps a memory with each client, one per name of a value
+        name: What the stage is called in experiments.
+        remembers: Whether the stage keeps a memory with each client, one per name of a value
             (replies only).
 
     Raises:
-        ValueError: a field has a value that its annotation does not allow.
-        TypeError: a field has a wrong type.
+        ValueError: A field has a value that its annotation does not allow.
+        TypeError: A field has a wrong type.
 
-    Example:
+    Examples:
         A stage that rounds replies to multiples of a step, at the sender:
 
         >>> import torch
@@ -82,8 +82,8 @@ class Stage(FrozenDataclass):
         """Whether a value goes through the stage.
 
         Args:
-            name: the name of the value.
-            kind: what it is shaped like.
+            name: The name of the value.
+            kind: What it is shaped like.
 
         Returns:
             True if the name is in `values` or, where that is empty, the kind is "x" or "y".
@@ -96,9 +96,9 @@ class Stage(FrozenDataclass):
         """Encode a value at its sender; by default it is unchanged.
 
         Args:
-            value: what is to be sent.
-            key: the key of random draws, different for each exchange, client and value.
-            memory: what the last call for this client and name returned; () the first time.
+            value: What is to be sent.
+            key: The key of random draws, different for each exchange, client and value.
+            memory: What the last call for this client and name returned; () the first time.
 
         Returns:
             The payload, a nest of dicts and tensors that travels instead of the value, and the
@@ -110,8 +110,8 @@ class Stage(FrozenDataclass):
         """Decode a payload at its receiver; by default it is the value.
 
         Args:
-            payload: what `encode` returned.
-            like: a tree with the names, shapes and dtypes of the value; its numbers mean nothing.
+            payload: What `encode` returned.
+            like: A tree with the names, shapes and dtypes of the value; its numbers mean nothing.
 
         Returns:
             The value that the receiver computes with.
@@ -127,11 +127,11 @@ class Clip(Stage):
     No client can then push further than others, whatever it sends.
 
     Args:
-        norm: the bound, above 0.
+        norm: The bound, above 0.
         direction: "up" (default) for replies, "down" for messages.
-        values: the names of the values that are clipped; empty for all shaped like x or y.
+        values: The names of the values that are clipped; empty for all shaped like x or y.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> value = fb.Tree(w=torch.tensor([3.0, 4.0]))
@@ -155,9 +155,9 @@ class Half(Stage):
 
     Args:
         direction: "down" (default) for messages, "up" for replies.
-        values: the names of the values that are rounded; empty for all shaped like x or y.
+        values: The names of the values that are rounded; empty for all shaped like x or y.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> half = fb.stages.Half()
@@ -192,11 +192,11 @@ def encode_values(
     """Send the values of one message or reply through the encoders of its stages.
 
     Args:
-        stages: the stages, in the order of encoding.
-        values: the values by name.
-        kinds: what each value is shaped like; values without a kind go through no stage.
-        key: the root of random draws.
-        memory: what the stages have left with this client, by stage and name.
+        stages: The stages, in the order of encoding.
+        values: The values by name.
+        kinds: What each value is shaped like; values without a kind go through no stage.
+        key: The root of random draws.
+        memory: What the stages have left with this client, by stage and name.
 
     Returns:
         The values as they travel, and the new memories. Memories of values that are not among
@@ -224,10 +224,10 @@ def decode_values(
     """Send a payload through the decoders of its stages, from the last stage to the first.
 
     Args:
-        stages: the stages, in the order of encoding.
-        payload: the values as they travelled, by name.
-        kinds: what each value is shaped like.
-        like: a template for each value that is a tree (`kinds.templates`).
+        stages: The stages, in the order of encoding.
+        payload: The values as they travelled, by name.
+        kinds: What each value is shaped like.
+        like: A template for each value that is a tree (`kinds.templates`).
 
     Returns:
         The values that the receiver computes with.

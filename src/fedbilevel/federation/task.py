@@ -42,14 +42,14 @@ class Broadcast:
     per submodel.
 
     Attributes:
-        phase: what each client does.
-        message: the values that a client computes with.
-        round: the communication round, counted from 1, for messages.
-        iteration: the iteration in which the message was sent, for the staleness of replies.
-        submodel: the part of the model that the clients hold; None is the whole model.
-        payload: the encoded message, if the message goes through stages.
-        stages: what the replies go through.
-        shape_key: equal for messages that can be stacked.
+        phase: What each client does.
+        message: The values that a client computes with.
+        round: The communication round, counted from 1, for messages.
+        iteration: The iteration in which the message was sent, for the staleness of replies.
+        submodel: The part of the model that the clients hold; None is the whole model.
+        payload: The encoded message, if the message goes through stages.
+        stages: What the replies go through.
+        shape_key: Equal for messages that can be stacked.
     """
 
     phase: Phase
@@ -85,16 +85,16 @@ class Task:
     """One client's work in one exchange.
 
     Attributes:
-        broadcast: the phase and the message for everyone.
-        number: unique within a run; the random draws of the task are keyed by it.
-        position: the index of the client among those that were asked. For a posted task it is set
+        broadcast: The phase and the message for everyone.
+        number: Unique within a run; the random draws of the task are keyed by it.
+        position: The index of the client among those that were asked. For a posted task it is set
             when the task ends: its index among the tasks that this `collect` has seen end.
-        client: who does the work.
-        steps: the number of local steps.
-        client_message: what this client alone is sent, besides the broadcast.
-        key: the root of the client's random draws.
+        client: Who does the work.
+        steps: The number of local steps.
+        client_message: What this client alone is sent, besides the broadcast.
+        key: The root of the client's random draws.
         weight: n p_i, the weight of the reply in averages.
-        ended_at: when the task ended, on the clock of the transport.
+        ended_at: When the task ended, on the clock of the transport.
     """
 
     broadcast: Broadcast
@@ -112,10 +112,10 @@ class TaskCost(NamedTuple):
     """What a client spent on a task, or on a part of one.
 
     Attributes:
-        samples: samples read, counted once per step that reads them.
-        gradients: gradient evaluations; a Hessian or cross product counts as two.
-        flops: multiplications and additions in matrix products and convolutions.
-        peak_bytes: the most bytes held at once.
+        samples: Samples read, counted once per step that reads them.
+        gradients: Gradient evaluations; a Hessian or cross product counts as two.
+        flops: Multiplications and additions in matrix products and convolutions.
+        peak_bytes: The most bytes held at once.
     """
 
     samples: int = 0
@@ -137,10 +137,10 @@ class Sums(NamedTuple):
     """Replies that were summed where they were computed.
 
     Attributes:
-        totals: the weighted sums of the finite replies, by name.
-        steps: the weighted sum of the numbers of steps of the finite replies.
-        accepted: how many replies are finite.
-        finite: whether each tensor of each reply is finite: a row per tensor, a column per client.
+        totals: The weighted sums of the finite replies, by name.
+        steps: The weighted sum of the numbers of steps of the finite replies.
+        accepted: How many replies are finite.
+        finite: Whether each tensor of each reply is finite: a row per tensor, a column per client.
     """
 
     totals: Values
@@ -161,11 +161,11 @@ class Results(NamedTuple):
     """What some tasks returned.
 
     Attributes:
-        tasks: the tasks, of one phase.
-        costs: what each client spent.
-        nbytes: the bytes of one reply on the wire.
-        values: the replies as a stack, after the encoders of their stages.
-        sums: the sum of the replies instead of `values`, where the server needs nothing else.
+        tasks: The tasks, of one phase.
+        costs: What each client spent.
+        nbytes: The bytes of one reply on the wire.
+        values: The replies as a stack, after the encoders of their stages.
+        sums: The sum of the replies instead of `values`, where the server needs nothing else.
     """
 
     tasks: Sequence[Task]
@@ -229,10 +229,10 @@ class on_client:  # noqa: N801  (it reads as a phrase: with on_client(3, "round 
     that already names its client passes unchanged, and so does an interrupt.
 
     Args:
-        client: the client at work.
-        when: the moment in words, such as a `Broadcast`: phase and round.
+        client: The client at work.
+        when: The moment in words, such as a `Broadcast`: phase and round.
 
-    Example:
+    Examples:
         >>> with on_client(3, "round 1"):
         ...     raise KeyError("images")
         Traceback (most recent call last):

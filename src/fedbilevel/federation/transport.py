@@ -21,9 +21,9 @@ class Departed(NamedTuple):
     """A report: messages were sent to clients. Their bytes are counted now.
 
     Args:
-        tasks: the tasks that were sent, of one phase.
+        tasks: The tasks that were sent, of one phase.
 
-    Example:
+    Examples:
         The first line of a `send` that cannot fail:
 
         >>> def send(tasks, barrier):
@@ -37,9 +37,9 @@ class Arrived(NamedTuple):
     """A report: replies arrived. Nobody has checked them yet.
 
     Args:
-        results: the replies, and what they cost.
+        results: The replies, and what they cost.
 
-    Example:
+    Examples:
         A `receive` that computes all tasks at once:
 
         >>> def receive(executor, tasks):
@@ -54,11 +54,11 @@ class Missed(NamedTuple):
     """A report: a task ended without a reply, or its reply was too late.
 
     Args:
-        task: the task.
-        cost: what the client spent all the same, if that is known.
-        excluded: whether the server has excluded the client; the task then does not count as lost.
+        task: The task.
+        cost: What the client spent all the same, if that is known.
+        excluded: Whether the server has excluded the client; the task then does not count as lost.
 
-    Example:
+    Examples:
         >>> def report(task, now, deadline):
         ...     if now > deadline:
         ...         yield Missed(task)
@@ -73,11 +73,11 @@ class Rejected(NamedTuple):
     """A report: something arrived from a client that cannot be a reply.
 
     Args:
-        client: who sent it.
-        why: what is wrong with it.
-        task: the task that ended with it; None if no task did, as with a second reply.
+        client: Who sent it.
+        why: What is wrong with it.
+        task: The task that ended with it; None if no task did, as with a second reply.
 
-    Example:
+    Examples:
         >>> Rejected(client=3, why="answered twice")
         Rejected(client=3, why='answered twice', task=None)
     """
@@ -98,11 +98,11 @@ class Transport(ABC):
     tasks are in flight. `docs/architecture.md` has a complete one that runs tasks in threads.
 
     Attributes:
-        ordered: whether reports come in an order that does not depend on timing. If not, the
+        ordered: Whether reports come in an order that does not depend on timing. If not, the
             federation sums the replies of an `ask` in the order of its clients, so that rounding
             does not depend on who was first.
 
-    Example:
+    Examples:
         A federation asks its transport for the time and for the size of a client's data:
 
         >>> import fedbilevel as fb
@@ -128,8 +128,8 @@ class Transport(ABC):
         """Evaluate the global losses. This is a measurement: it costs nothing.
 
         Args:
-            x: the upper variable.
-            y: the lower variable.
+            x: The upper variable.
+            y: The lower variable.
 
         Returns:
             The weighted means over clients, as "upper_loss" and "lower_loss".
@@ -140,8 +140,8 @@ class Transport(ABC):
         """Hand over tasks.
 
         Args:
-            tasks: the tasks, of one phase.
-            barrier: whether nothing else happens until all of them have ended (`Federation.ask`).
+            tasks: The tasks, of one phase.
+            barrier: Whether nothing else happens until all of them have ended (`Federation.ask`).
 
         Returns:
             Reports, at least a `Departed` for each task that was sent.
@@ -152,9 +152,9 @@ class Transport(ABC):
         """Report what becomes of tasks, and set `ended_at` of each task that ends.
 
         Args:
-            tasks: tasks that were sent with a barrier: report until all of them have ended. None:
+            tasks: Tasks that were sent with a barrier: report until all of them have ended. None:
                 those that were sent without one.
-            limit: without a barrier, report until this many replies have arrived or no task is
+            limit: Without a barrier, report until this many replies have arrived or no task is
                 left.
 
         Returns:
@@ -165,8 +165,8 @@ class Transport(ABC):
         """The clients that cannot be asked now; waits while too few can be.
 
         Args:
-            needed: wait until at least this many clients can be asked.
-            busy: the clients whose posted tasks have not ended.
+            needed: Wait until at least this many clients can be asked.
+            busy: The clients whose posted tasks have not ended.
 
         Returns:
             The clients that must not be sampled.
@@ -180,7 +180,7 @@ class Transport(ABC):
         """A context in which no time passes, for `Federation.uncharged`.
 
         Raises:
-            RuntimeError: this transport has a real clock.
+            RuntimeError: This transport has a real clock.
         """
         raise RuntimeError(
             "only a simulation can leave an exchange out of costs and time; aphe must be 'clients'"
@@ -200,11 +200,11 @@ class Transport(ABC):
         """Resume from a snapshot.
 
         Args:
-            snapshot: what `snapshot` returned.
-            tasks: the tasks that were in flight without a barrier, by client.
+            snapshot: What `snapshot` returned.
+            tasks: The tasks that were in flight without a barrier, by client.
 
         Raises:
-            ValueError: this transport cannot resume with tasks in flight, and there are some.
+            ValueError: This transport cannot resume with tasks in flight, and there are some.
         """
         if tasks:
             name = type(self).__name__

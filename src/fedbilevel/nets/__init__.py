@@ -6,7 +6,7 @@ representation learning the backbone is the upper variable and the head is the l
 global random generator alone, and have no buffers, so that they run for many clients at once under
 `torch.func.vmap`.
 
-Example:
+Examples:
     >>> import torch
     >>> import fedbilevel as fb
     >>> net = fb.nets.mlp(inputs=64, hidden=32, outputs=10, seed=0)

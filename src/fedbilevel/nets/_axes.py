@@ -23,17 +23,17 @@ def axes(module: nn.Module) -> dict[str, tuple[str | None, ...]]:
     block of entries.
 
     Args:
-        module: a network made of `nn.Sequential`, `nn.Linear`, `nn.Conv2d`, `nets.GroupNorm`,
+        module: A network made of `nn.Sequential`, `nn.Linear`, `nn.Conv2d`, `nets.GroupNorm`,
             `nets.Residual`, `nets.Dropout`, pooling, activations, `nn.Flatten` and `nn.Identity`.
 
     Returns:
         For every parameter, by name, a tuple with an axis or None for each dimension.
 
     Raises:
-        ValueError: a layer is of another kind, a convolution has groups, or layers share their
+        ValueError: A layer is of another kind, a convolution has groups, or layers share their
             parameters. The axes of such a network must be given by hand.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> fb.nets.axes(net)["0.weight"], fb.nets.axes(net)["2.weight"]

@@ -23,17 +23,17 @@ class GroupNorm(nn.Module):
     network; `torch.nn.GroupNorm` would keep the number of groups and mix their channels.
 
     Args:
-        groups: the number of groups.
-        size: the number of channels per group. Weight and bias have the shape (groups, size).
+        groups: The number of groups.
+        size: The number of channels per group. Weight and bias have the shape (groups, size).
 
     Raises:
-        TypeError: an argument is not a whole number.
-        ValueError: an argument is below 1.
+        TypeError: An argument is not a whole number.
+        ValueError: An argument is below 1.
 
     References:
         Wu and He, "Group Normalization", ECCV 2018.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> norm = fb.nets.GroupNorm(groups=2, size=4)
         >>> norm(torch.rand(3, 8, 5, 5)).shape
@@ -55,10 +55,10 @@ class Residual(nn.Module):
     """A residual block: path(h) + shortcut(h).
 
     Args:
-        path: the layers that are added to the shortcut.
+        path: The layers that are added to the shortcut.
         shortcut: `nn.Identity()`, or a projection where the path changes the shape.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> block = fb.nets.Residual(nn.Identity(), nn.Identity())
         >>> block(torch.tensor([1.0, 2.0]))
@@ -86,12 +86,12 @@ def randomness(rng: Tensor) -> Iterator[None]:
     0. Blocks can be nested; the innermost one applies.
 
     Args:
-        rng: a key (`fedbilevel.core.rng`); a loss with a fourth argument receives one.
+        rng: A key (`fedbilevel.core.rng`); a loss with a fourth argument receives one.
 
     Yields:
         Nothing.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> from fedbilevel.core.rng import root
         >>> layer = fb.nets.Dropout(0.5)
@@ -113,9 +113,9 @@ def dropout(h: Tensor, p: float, rng: Tensor) -> Tensor:
     """Set every entry to 0 with probability p, and divide the others by 1 - p.
 
     Args:
-        h: a tensor.
-        p: the probability, in [0, 1).
-        rng: a key (`fedbilevel.core.rng`). The same key gives the same mask.
+        h: A tensor.
+        p: The probability, in [0, 1).
+        rng: A key (`fedbilevel.core.rng`). The same key gives the same mask.
 
     Returns:
         A tensor of the shape of h whose expectation is h.
@@ -123,7 +123,7 @@ def dropout(h: Tensor, p: float, rng: Tensor) -> Tensor:
     Raises:
         ValueError: p is not in [0, 1).
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> from fedbilevel.core.rng import root
         >>> dropped = fb.nets.dropout(torch.ones(100), p=0.5, rng=root(0, "example"))
@@ -141,13 +141,13 @@ class Dropout(nn.Module):
     not be repeated. In evaluation mode it returns its input.
 
     Args:
-        p: the probability that an entry is set to 0, in [0, 1).
+        p: The probability that an entry is set to 0, in [0, 1).
 
     Raises:
         ValueError: p is not in [0, 1).
-        RuntimeError: the layer is called in training mode outside of a `randomness` block.
+        RuntimeError: The layer is called in training mode outside of a `randomness` block.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> from fedbilevel.core.rng import root
         >>> net = nn.Sequential(nn.Linear(4, 100), fb.nets.Dropout(0.5))

@@ -24,11 +24,11 @@ def mlp(inputs: int, hidden: int, outputs: int, seed: int = 0, dropout: float = 
     """Build a multilayer perceptron with one hidden layer of ReLU units.
 
     Args:
-        inputs: the number of input features; inputs of more dimensions are flattened.
-        hidden: the number of hidden units.
-        outputs: the number of outputs, such as classes.
-        seed: the seed of the initialization.
-        dropout: the probability of `nets.Dropout` before the ReLU, in [0, 1); 0 is no layer.
+        inputs: The number of input features; inputs of more dimensions are flattened.
+        hidden: The number of hidden units.
+        outputs: The number of outputs, such as classes.
+        seed: The seed of the initialization.
+        dropout: The probability of `nets.Dropout` before the ReLU, in [0, 1); 0 is no layer.
 
     Returns:
         A network with the submodules `backbone` and `head` (the last layer).
@@ -36,7 +36,7 @@ def mlp(inputs: int, hidden: int, outputs: int, seed: int = 0, dropout: float = 
     Raises:
         ValueError: `dropout` is not in [0, 1).
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> net = fb.nets.mlp(784, 200, 10)
         >>> net(torch.zeros(3, 1, 28, 28)).shape
@@ -59,11 +59,11 @@ def lenet(channels: int, size: int, outputs: int, seed: int = 0, head_layers: in
     """Build LeNet-5 with ReLU and max pooling, for square images.
 
     Args:
-        channels: the number of channels of an image.
-        size: the height and width of an image: 28 (padded to 32) or 32.
-        outputs: the number of outputs, such as classes.
-        seed: the seed of the initialization.
-        head_layers: how many of the three fully connected layers are the head: 1 or 2.
+        channels: The number of channels of an image.
+        size: The height and width of an image: 28 (padded to 32) or 32.
+        outputs: The number of outputs, such as classes.
+        seed: The seed of the initialization.
+        head_layers: How many of the three fully connected layers are the head: 1 or 2.
 
     Returns:
         A network with the submodules `backbone` and `head`.
@@ -74,7 +74,7 @@ def lenet(channels: int, size: int, outputs: int, seed: int = 0, head_layers: in
     References:
         LeCun et al., "Gradient-based learning applied to document recognition", 1998.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> fb.nets.lenet(1, 28, 10)(torch.zeros(3, 1, 28, 28)).shape
         torch.Size([3, 10])
@@ -109,11 +109,11 @@ def conv4(channels: int, size: int, outputs: int, seed: int = 0, hidden: int = 6
     An image of one pixel is not pooled any more: 8x8 pixels are pooled three times.
 
     Args:
-        channels: the number of channels of an image.
-        size: the height and width of an image.
-        outputs: the number of outputs, such as classes.
-        seed: the seed of the initialization.
-        hidden: the number of channels of every block, a multiple of 4.
+        channels: The number of channels of an image.
+        size: The height and width of an image.
+        outputs: The number of outputs, such as classes.
+        seed: The seed of the initialization.
+        hidden: The number of channels of every block, a multiple of 4.
 
     Returns:
         A network with the submodules `backbone` and `head` (the last, fully connected layer).
@@ -126,7 +126,7 @@ def conv4(channels: int, size: int, outputs: int, seed: int = 0, hidden: int = 6
         Vinyals et al., "Matching networks for one shot learning", NeurIPS 2016. GroupNorm in place
         of batch normalization.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> fb.nets.conv4(1, 8, 5, hidden=16)(torch.zeros(3, 1, 8, 8)).shape
         torch.Size([3, 5])
@@ -157,11 +157,11 @@ def resnet12(
     one pixel; the backbone ends with the mean over the image.
 
     Args:
-        channels: the number of channels of an image.
-        size: the height and width of an image.
-        outputs: the number of outputs, such as classes.
-        seed: the seed of the initialization.
-        widths: the number of channels of every block, multiples of 4.
+        channels: The number of channels of an image.
+        size: The height and width of an image.
+        outputs: The number of outputs, such as classes.
+        seed: The seed of the initialization.
+        widths: The number of channels of every block, multiples of 4.
 
     Returns:
         A network with the submodules `backbone` and `head` (the last, fully connected layer).
@@ -174,7 +174,7 @@ def resnet12(
         Oreshkin et al., "TADAM: Task dependent adaptive metric for improved few-shot learning",
         NeurIPS 2018. GroupNorm in place of batch normalization.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> net = fb.nets.resnet12(1, 8, 5, widths=(4, 8))
         >>> net(torch.zeros(3, 1, 8, 8)).shape
@@ -213,12 +213,12 @@ def resnet18(
     ends with the mean over the image.
 
     Args:
-        channels: the number of channels of an image.
-        size: the height and width of an image. The network takes images of any size; the argument
+        channels: The number of channels of an image.
+        size: The height and width of an image. The network takes images of any size; the argument
             exists so that all networks for images are called alike.
-        outputs: the number of outputs, such as classes.
-        seed: the seed of the initialization.
-        widths: the number of channels of every stage, multiples of 4.
+        outputs: The number of outputs, such as classes.
+        seed: The seed of the initialization.
+        widths: The number of channels of every stage, multiples of 4.
 
     Returns:
         A network with the submodules `backbone` and `head` (the last, fully connected layer).
@@ -231,7 +231,7 @@ def resnet18(
         He et al., "Deep residual learning for image recognition", CVPR 2016. GroupNorm in place of
         batch normalization.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> net = fb.nets.resnet18(3, 8, 10, widths=(4, 8))
         >>> net(torch.zeros(2, 3, 8, 8)).shape
@@ -303,14 +303,14 @@ def stem(net: nn.Module) -> tuple[NetworkPart, NetworkPart]:
     (`Problem.embed`); the second part, with the head, draws random numbers if there is dropout.
 
     Args:
-        net: a network with the submodules `backbone` (an `nn.Sequential`) and `head`, such as those
+        net: A network with the submodules `backbone` (an `nn.Sequential`) and `head`, such as those
             of this module.
 
     Returns:
         The backbone up to the first `nets.Dropout`, and the rest of the network; without dropout
         the rest is the head. Both are functions of the network's parameters by name and of inputs.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> net = fb.nets.mlp(4, 8, 3)
         >>> below, above = fb.nets.stem(net)
@@ -345,13 +345,13 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Call a function that builds a network, with PyTorch's generator seeded for this call.
 
     Args:
-        build: builds and returns a network.
-        seed: the seed of the initialization.
+        build: Builds and returns a network.
+        seed: The seed of the initialization.
 
     Returns:
         The network. The global generator is left as it was.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> first = fb.nets.seeded(lambda: nn.Linear(3, 2), seed=1)
         >>> second = fb.nets.seeded(lambda: nn.Linear(3, 2), seed=1)

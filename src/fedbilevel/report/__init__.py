@@ -15,15 +15,15 @@ def ranked(paths: Iterable[Path | str], axis: str = "round") -> list[Row]:
     """Return the ranked table of runs.
 
     Args:
-        paths: run folders, or folders that hold some.
-        axis: the key in `AXES` of the cost to rank by.
+        paths: Run folders, or folders that hold some.
+        axis: The key in `AXES` of the cost to rank by.
 
     Returns:
         A row per algorithm and configuration, the best first.
 
     Raises:
-        FileNotFoundError: if one of the paths holds no run.
-        ValueError: if there is no such axis.
+        FileNotFoundError: If one of the paths holds no run.
+        ValueError: If there is no such axis.
     """
     if axis not in AXES:
         raise ValueError(f"axis is {axis!r}, expected one of {', '.join(AXES)}")
@@ -35,12 +35,12 @@ def write_page(paths: Iterable[Path | str], out: Path | str) -> None:
     """Write a self-contained HTML file about runs.
 
     Args:
-        paths: run folders, or folders that hold some.
-        out: the file to write.
+        paths: Run folders, or folders that hold some.
+        out: The file to write.
 
     Raises:
-        FileNotFoundError: if one of the paths holds no run.
-        ValueError: if no run has an evaluation to draw.
+        FileNotFoundError: If one of the paths holds no run.
+        ValueError: If no run has an evaluation to draw.
     """
     from fedbilevel.report._page import page  # plotly takes long to import
 
@@ -52,12 +52,12 @@ def write_figure(paths: Iterable[Path | str], out: Path | str) -> None:
     """Write a figure about runs, for a paper.
 
     Args:
-        paths: run folders, or folders that hold some.
-        out: the file to write, .pdf or .png.
+        paths: Run folders, or folders that hold some.
+        out: The file to write, .pdf or .png.
 
     Raises:
-        FileNotFoundError: if one of the paths holds no run.
-        ValueError: if the file is of another type, or no run has an evaluation to draw.
+        FileNotFoundError: If one of the paths holds no run.
+        ValueError: If the file is of another type, or no run has an evaluation to draw.
     """
     from fedbilevel.report._figure import figure  # matplotlib takes long to import
 

@@ -121,7 +121,7 @@ def drawable(runs: Sequence[RunFolder]) -> tuple[list[Axis], list[str]]:
     """Return the axes along which some run moves, and the metrics that some run measured.
 
     Raises:
-        ValueError: if there are no axes or no metrics.
+        ValueError: If there are no axes or no metrics.
     """
     axes = []
     for axis in AXES.values():

@@ -9,7 +9,6 @@ from typing import Any
 
 import jinja2
 import tomli_w
-from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from fedbilevel.report._axes import AXES, METRICS, Axis, Spread, spread
@@ -67,10 +66,10 @@ def page(runs: Sequence[RunFolder]) -> str:
     return environment.from_string(_read("page.html")).render(
         title=_title(groups),
         palettes={"light": LIGHT, "dark": DARK},
-        css=Markup(_read("page.css")),
+        css=_read("page.css"),
         script_hashes=[_base64(hashlib.sha256(text.encode()).digest()) for text in scripts],
-        scripts=[Markup(text) for text in scripts],
-        data=Markup(data.replace("<", "\\u003c")),  # `<` could end the element around the data
+        scripts=scripts,
+        data=data.replace("<", "\\u003c"),  # `<` could end the element around the data
         runs=runs,
         groups=groups,
         styles=[curve_style(index) for index in range(len(groups))],

@@ -26,15 +26,15 @@ def save(path: Path, value: object) -> None:
     """Write a value to a file; a reader sees either the old or the new file.
 
     Args:
-        path: the file, which is replaced if it exists.
-        value: dicts, lists, tuples, trees, tensors, numbers, strings and `None`, nested as you
+        path: The file, which is replaced if it exists.
+        value: Dicts, lists, tuples, trees, tensors, numbers, strings and `None`, nested as you
             like.
 
     Raises:
-        TypeError: if the value holds anything else; the file is left alone.
-        OSError: if the file cannot be written.
+        TypeError: If the value holds anything else; the file is left alone.
+        OSError: If the file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> import torch
@@ -60,15 +60,15 @@ def load(path: Path) -> Any:
     """Read a value from a file that `save` has written.
 
     Args:
-        path: the file.
+        path: The file.
 
     Returns:
         The value, with its tensors on the CPU.
 
     Raises:
-        ValueError: if the file cannot be read, is damaged, or is not a checkpoint of this version.
+        ValueError: If the file cannot be read, is damaged, or is not a checkpoint of this version.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> load(Path("missing.safetensors"))
         Traceback (most recent call last):

@@ -26,10 +26,10 @@ class RunFolder:
     """The contents of a run folder, without its checkpoint.
 
     Args:
-        path: the folder.
-        config: the resolved experiment.
-        history: the metrics of each evaluation; `None` stands for a number that is not finite.
-        summary: the summary, or `None` if the run has not ended.
+        path: The folder.
+        config: The resolved experiment.
+        history: The metrics of each evaluation; `None` stands for a number that is not finite.
+        summary: The summary, or `None` if the run has not ended.
     """
 
     path: Path
@@ -59,15 +59,15 @@ def find(paths: Iterable[Path | str]) -> list[Path]:
     """Find the run folders at or below the given paths.
 
     Args:
-        paths: run folders, or folders that hold some.
+        paths: Run folders, or folders that hold some.
 
     Returns:
         The run folders as absolute paths, sorted, each of them once.
 
     Raises:
-        FileNotFoundError: if one of the paths is not a folder, or holds no run.
+        FileNotFoundError: If one of the paths is not a folder, or holds no run.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
@@ -100,16 +100,16 @@ def read(path: Path | str) -> RunFolder:
     A killed run may leave an incomplete last line in its metrics; that line is left out.
 
     Args:
-        path: the run folder.
+        path: The run folder.
 
     Returns:
         The run's config, history and summary.
 
     Raises:
-        OSError: if a file cannot be read.
-        ValueError: if a file does not hold what it should; the message names the file.
+        OSError: If a file cannot be read.
+        ValueError: If a file does not hold what it should; the message names the file.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
@@ -175,13 +175,13 @@ def check_writable(path: Path, config: Mapping[str, Any], resume: bool) -> None:
     """Check that a run may be written to a folder.
 
     Args:
-        path: the folder, which need not exist.
-        config: the resolved experiment of the run.
-        resume: whether the run may continue one that is already there.
+        path: The folder, which need not exist.
+        config: The resolved experiment of the run.
+        resume: Whether the run may continue one that is already there.
 
     Raises:
-        FileExistsError: if the folder holds a run that is not to be resumed.
-        ValueError: if the run in the folder has other settings.
+        FileExistsError: If the folder holds a run that is not to be resumed.
+        ValueError: If the run in the folder has other settings.
     """
     if not holds_run(path):
         return
@@ -199,12 +199,12 @@ def check_same_settings(
     """Check that the run in a folder has the same settings as another, up to its budget.
 
     Args:
-        path: the run folder.
-        config: the resolved experiment to compare with.
-        ignoring: keys of the experiment that may differ.
+        path: The run folder.
+        config: The resolved experiment to compare with.
+        ignoring: Keys of the experiment that may differ.
 
     Raises:
-        ValueError: if a setting differs; the message names the setting and both values.
+        ValueError: If a setting differs; the message names the setting and both values.
     """
     recorded = _flatten(read(path).config)
     current = _flatten(without_none(config))

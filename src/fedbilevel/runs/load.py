@@ -17,15 +17,15 @@ class LoadedRun:
     """A run that was read from its folder.
 
     Args:
-        x: the upper variables at the end of the run, or at its last checkpoint; after a divergence,
+        x: The upper variables at the end of the run, or at its last checkpoint; after a divergence,
             those of the last evaluation before.
-        y: the lower variables, likewise.
-        history: the metrics of each evaluation; `None` stands for a number that is not finite.
-        config: the resolved experiment.
+        y: The lower variables, likewise.
+        history: The metrics of each evaluation; `None` stands for a number that is not finite.
+        config: The resolved experiment.
         status: "completed", "diverged", "interrupted", or "unfinished" if the run is still under
             way or was killed.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
@@ -55,16 +55,16 @@ def load_run(path: Path | str) -> LoadedRun:
     """Load a run from the folder in which it was recorded.
 
     Args:
-        path: the folder: `out` of `fb.solve`, or `--out` of `fedbilevel run`.
+        path: The folder: `out` of `fb.solve`, or `--out` of `fedbilevel run`.
 
     Returns:
         The run; of an unfinished one, the variables at its last checkpoint.
 
     Raises:
-        OSError: if a file of the run cannot be read.
-        ValueError: if a file is damaged, or was not written by this version of fedbilevel.
+        OSError: If a file of the run cannot be read.
+        ValueError: If a file is damaged, or was not written by this version of fedbilevel.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)

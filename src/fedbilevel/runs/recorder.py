@@ -56,21 +56,21 @@ class Recorder:
     to a folder. Under `torchrun` all ranks iterate, and the first one writes.
 
     Args:
-        run: the run.
-        path: the folder, which is created if necessary.
-        config: the resolved experiment, for config.toml; a resumed run must have the same one, up
+        run: The run.
+        path: The folder, which is created if necessary.
+        config: The resolved experiment, for config.toml; a resumed run must have the same one, up
             to its budget.
-        resume: whether to continue the run in the folder, if there is one.
-        checkpoint_every: the number of iterations between two checkpoints. There is always one
+        resume: Whether to continue the run in the folder, if there is one.
+        checkpoint_every: The number of iterations between two checkpoints. There is always one
             after the first evaluation and one at the end.
 
     Raises:
-        FileExistsError: if the folder holds a run and `resume` is false.
-        ValueError: if the run in the folder has other settings or a damaged checkpoint, or, when
+        FileExistsError: If the folder holds a run and `resume` is false.
+        ValueError: If the run in the folder has other settings or a damaged checkpoint, or, when
             the iteration starts, if another process is writing to the folder.
-        OSError: while iterating, if a file cannot be written.
+        OSError: While iterating, if a file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> import fedbilevel as fb

@@ -27,15 +27,15 @@ class Result:
     """The outcome of a run.
 
     Args:
-        x: the upper variables at the end; after a divergence, those of the last evaluation before.
-        y: the lower variables, likewise.
-        history: the metrics of each evaluation: the costs so far ("round", "iteration", "bytes_up",
+        x: The upper variables at the end; after a divergence, those of the last evaluation before.
+        y: The lower variables, likewise.
+        history: The metrics of each evaluation: the costs so far ("round", "iteration", "bytes_up",
             "bytes_down", "samples", "gradients", "flops", "peak_bytes", "virtual_s", "wall_s"),
             "upper_loss" and "lower_loss", what the algorithm records, and what `evaluate` returned.
         status: "completed", "diverged" or "interrupted".
-        reason: a sentence that says why the run diverged or was interrupted; else empty.
+        reason: A sentence that says why the run diverged or was interrupted; else empty.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> result = fb.solve(task.problem, task.clients, "simfbo", rounds=10, every=5)
@@ -63,26 +63,26 @@ class Run:
     "virtual_s" and "wall_s" (seconds of simulated and of real time).
 
     Args:
-        algorithm: the algorithm.
-        fed: the federation on which it runs, with the problem and its clients.
-        limits: the budget, as an amount for one or several units of cost. No iteration starts once
+        algorithm: The algorithm.
+        fed: The federation on which it runs, with the problem and its clients.
+        limits: The budget, as an amount for one or several units of cost. No iteration starts once
             one of them is reached; without any, the run does not end by itself.
-        evaluate: a function of x and y that returns numbers, which are added to the metrics.
-        every: the distance between two evaluations, in units of cost; by default one round.
-        target: a value of the metric "test_accuracy" at which the run stops.
+        evaluate: A function of x and y that returns numbers, which are added to the metrics.
+        every: The distance between two evaluations, in units of cost; by default one round.
+        target: A value of the metric "test_accuracy" at which the run stops.
 
     Attributes:
-        state: the state of the algorithm.
-        history: the metrics of each evaluation so far.
+        state: The state of the algorithm.
+        history: The metrics of each evaluation so far.
         status: "completed", also while the run is under way, "diverged" or "interrupted".
-        reason: why the run diverged or was interrupted.
-        after_iteration: a function that is called after each iteration; by default nothing happens.
+        reason: Why the run diverged or was interrupted.
+        after_iteration: A function that is called after each iteration; by default nothing happens.
 
     Raises:
-        ValueError: if an amount is negative or in an unknown unit, or if the algorithm does not
+        ValueError: If an amount is negative or in an unknown unit, or if the algorithm does not
             solve such a problem.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> from fedbilevel.runs.run import Run
         >>> task = fb.tasks.load("quadratic", clients=4)

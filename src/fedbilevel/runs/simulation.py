@@ -36,32 +36,32 @@ def simulated_federation(
     """Create a federation whose clients are simulated in this process, on a virtual clock.
 
     Args:
-        problem: the bilevel problem, on the same device.
-        clients: the data of each client. Any sequence will do; one that loads its entries on access
+        problem: The bilevel problem, on the same device.
+        clients: The data of each client. Any sequence will do; one that loads its entries on access
             is asked only for the clients of a cohort.
-        environment: the conditions under which clients take part; by default all of them do, with
+        environment: The conditions under which clients take part; by default all of them do, with
             one local step on all of their data.
-        weights: the weights p_i: "uniform", "samples" (in proportion to the training samples), or
+        weights: The weights p_i: "uniform", "samples" (in proportion to the training samples), or
             one number per client.
-        seed: the seed of all random draws.
-        device: where clients and server compute, as PyTorch names it: "cpu", "cuda" or "cuda:N".
+        seed: The seed of all random draws.
+        device: Where clients and server compute, as PyTorch names it: "cpu", "cuda" or "cuda:N".
         mode: "stack" computes clients with batches of equal shape together; "loop" computes them
             one by one, for debugging and for losses that `torch.vmap` does not support. Both make
             the same random draws, and agree up to rounding.
-        memory: the bytes that a stack of clients may take, by default two gigabytes, or a quarter
+        memory: The bytes that a stack of clients may take, by default two gigabytes, or a quarter
             of a GPU. Client memory beyond the same number of bytes goes to a file.
-        precision: the precision of the backbone (`Problem.embed`).
-        compile: whether client steps are compiled with `torch.compile`; for GPUs only.
+        precision: The precision of the backbone (`Problem.embed`).
+        compile: Whether client steps are compiled with `torch.compile`; for GPUs only.
 
     Returns:
         The federation, for `fb.solve` or `Run`.
 
     Raises:
-        ValueError: if an argument has a wrong value, or does not fit the number of clients.
-        TypeError: if an argument has a wrong type.
-        ClientError: if a loss fails on the data of the first client.
+        ValueError: If an argument has a wrong value, or does not fit the number of clients.
+        TypeError: If an argument has a wrong type.
+        ClientError: If a loss fails on the data of the first client.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> pairs = fb.Environment(participation=2)

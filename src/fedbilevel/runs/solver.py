@@ -43,40 +43,40 @@ def solve(
         F = sum_i p_i f_i   and   G = sum_i p_i g_i.
 
     Args:
-        problem: the two losses f and g, and where x and y start.
-        clients: the data of each client.
-        algorithm: the name of a registered algorithm, which then has its default settings, or an
+        problem: The two losses f and g, and where x and y start.
+        clients: The data of each client.
+        algorithm: The name of a registered algorithm, which then has its default settings, or an
             algorithm such as `fb.algorithms.SimFBO(lr_x=0.1)`; "simfbo" by default.
-        rounds: the budget of communication rounds; no iteration starts once it is reached.
-        environment: the conditions under which clients take part: participation, local steps, batch
+        rounds: The budget of communication rounds; no iteration starts once it is reached.
+        environment: The conditions under which clients take part: participation, local steps, batch
             size, delays and so on. By default all clients take part in each round, with one local
             step on all of their data.
-        weights: the weights p_i: "uniform", "samples" (in proportion to the training samples), or
+        weights: The weights p_i: "uniform", "samples" (in proportion to the training samples), or
             one number per client.
-        seed: the seed of all random draws; a run with the same seed repeats exactly.
+        seed: The seed of all random draws; a run with the same seed repeats exactly.
         device: "cpu", "cuda", "cuda:N", or "auto" for a GPU if there is one.
-        federation: the federation to use instead of a simulated one. `environment`, `weights`,
+        federation: The federation to use instead of a simulated one. `environment`, `weights`,
             `seed` and `device` are those of the federation then, and `environment` must not be
             given.
-        out: a folder in which the run is recorded: metrics, checkpoint and summary. `fb.load_run`
+        out: A folder in which the run is recorded: metrics, checkpoint and summary. `fb.load_run`
             reads it.
-        resume: whether to resume the run in `out`, if there is one, from its last checkpoint.
-        evaluate: a function of x and y that returns numbers by name, which are added to the
+        resume: Whether to resume the run in `out`, if there is one, from its last checkpoint.
+        evaluate: A function of x and y that returns numbers by name, which are added to the
             metrics.
-        every: the number of rounds between two evaluations. There is one at the start, one after
+        every: The number of rounds between two evaluations. There is one at the start, one after
             the first iteration that reaches another multiple of `every`, and one at the end.
 
     Returns:
         The final x and y, the metrics of each evaluation, and how the run ended.
 
     Raises:
-        ValueError: if an argument has a wrong value, if arguments contradict each other, or if the
+        ValueError: If an argument has a wrong value, if arguments contradict each other, or if the
             algorithm does not solve such a problem.
-        TypeError: if an argument has a wrong type.
-        FileExistsError: if `out` holds a run and `resume` is false.
-        ClientError: if a loss fails on a client's data; the message names the client.
+        TypeError: If an argument has a wrong type.
+        FileExistsError: If `out` holds a run and `resume` is false.
+        ClientError: If a loss fails on a client's data; the message names the client.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> environment = fb.Environment(participation=2, local_steps=3)

@@ -26,12 +26,12 @@ class ClassificationData(NamedTuple):
     """A labelled data set that is partitioned among clients, and a test set.
 
     Attributes:
-        inputs: the samples of all clients, along the leading axis.
-        labels: their labels.
-        splits: per client, the indices of its training and of its validation samples.
-        test: inputs and labels of the test set.
-        classes: how many classes there are.
-        imbalanced: whether some classes have far more training samples than others.
+        inputs: The samples of all clients, along the leading axis.
+        labels: Their labels.
+        splits: Per client, the indices of its training and of its validation samples.
+        test: Inputs and labels of the test set.
+        classes: How many classes there are.
+        imbalanced: Whether some classes have far more training samples than others.
     """
 
     inputs: Tensor
@@ -62,13 +62,13 @@ class ClassificationData(NamedTuple):
 
         Args:
             name: "mlp", "cnn" (LeNet-5) or "resnet18".
-            hidden: hidden units of the MLP.
-            seed: the seed of its initial parameters.
-            head_layers: how many fully connected layers of LeNet-5 form its head.
-            dropout: the dropout rate of the MLP.
+            hidden: Hidden units of the MLP.
+            seed: The seed of its initial parameters.
+            head_layers: How many fully connected layers of LeNet-5 form its head.
+            dropout: The dropout rate of the MLP.
 
         Raises:
-            ValueError: the name is unknown, or an option does not suit the network or the data.
+            ValueError: The name is unknown, or an option does not suit the network or the data.
         """
         checks.one_of("model", name, ("mlp", "cnn", "resnet18"))
         if name != "cnn" and head_layers != 1:
@@ -91,8 +91,8 @@ class ClassificationData(NamedTuple):
 
         Args:
             scores: `scores(x, y, inputs)` returns one row of class scores per sample.
-            x: the upper variables.
-            y: the lower variables.
+            x: The upper variables.
+            y: The lower variables.
 
         Returns:
             `train_accuracy` (on the first 5,000 samples) and `test_accuracy`; where classes are
@@ -138,24 +138,24 @@ def load_partitioned(
     """Load a data set and partition it among clients.
 
     Args:
-        data: the name of the data set.
-        data_dir: where its files are; see `fedbilevel.data.load`.
+        data: The name of the data set.
+        data_dir: Where its files are; see `fedbilevel.data.load`.
         partition: "iid", "shards" or "dirichlet".
-        alpha: the concentration of "dirichlet".
-        clients: the number of clients.
-        validation: the fraction of each client's samples that are for validation.
-        samples: use only this many training samples, the first ones.
-        test_samples: use only this many test samples, the first ones.
-        seed: the seed of the partition.
-        imbalance: how many times as many training samples the first class has as the last; see
+        alpha: The concentration of "dirichlet".
+        clients: The number of clients.
+        validation: The fraction of each client's samples that are for validation.
+        samples: Use only this many training samples, the first ones.
+        test_samples: Use only this many test samples, the first ones.
+        seed: The seed of the partition.
+        imbalance: How many times as many training samples the first class has as the last; see
             `long_tail`. The test set stays balanced.
 
     Returns:
         The samples, their partition and the test set.
 
     Raises:
-        ValueError: an argument is out of range.
-        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+        ValueError: An argument is out of range.
+        FileNotFoundError: The data set is not on this machine and cannot be downloaded.
     """
     source = load(data, data_dir)
     for name, count in (("samples", samples), ("test_samples", test_samples)):
@@ -190,9 +190,9 @@ def long_tail(labels: Tensor, classes: int, imbalance: float) -> Tensor:
     one.
 
     Args:
-        labels: the labels of all samples.
-        classes: how many classes there are.
-        imbalance: how many times as many samples the first class keeps as the last, if all classes
+        labels: The labels of all samples.
+        classes: How many classes there are.
+        imbalance: How many times as many samples the first class keeps as the last, if all classes
             are equally large.
 
     Returns:

@@ -64,30 +64,30 @@ def few_shot(
 
     Args:
         data: "digits" or "omniglot".
-        clients: the number of clients.
-        ways: characters per episode.
-        shots: drawings per character in the support.
+        clients: The number of clients.
+        ways: Characters per episode.
+        shots: Drawings per character in the support.
         model: "conv4" or "resnet12".
-        hidden: channels of "conv4".
-        ridge: the factor of ||y||^2 / 2 in the lower loss.
-        adapt: how the evaluation adapts to a support. "head": gradient steps on the head, from the
+        hidden: Channels of "conv4".
+        ridge: The factor of ||y||^2 / 2 in the lower loss.
+        adapt: How the evaluation adapts to a support. "head": gradient steps on the head, from the
             shared y; "all": gradient steps on the backbone too (MAML, Finn et al. 2017);
             "prototypes": nearest mean of a character's features (Snell et al. 2017).
-        adapt_steps: gradient steps of "head" and "all".
-        adapt_lr: their step size.
-        episodes: test episodes of unseen characters, the same ones in every evaluation.
-        seed: the seed of the initial parameters and of the test episodes.
-        data_dir: where the files of the data set are; see `fedbilevel.data.characters`.
+        adapt_steps: Gradient steps of "head" and "all".
+        adapt_lr: Their step size.
+        episodes: Test episodes of unseen characters, the same ones in every evaluation.
+        seed: The seed of the initial parameters and of the test episodes.
+        data_dir: Where the files of the data set are; see `fedbilevel.data.characters`.
 
     Returns:
         The task. Its metrics: `test_accuracy`, the mean accuracy on the queries of the test
         episodes, and `test_accuracy_ci95`, the half-width of its 95% confidence interval.
 
     Raises:
-        ValueError: an option is out of range.
-        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+        ValueError: An option is out of range.
+        FileNotFoundError: The data set is not on this machine and cannot be downloaded.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("few-shot", clients=4, ways=3, hidden=8)
         >>> len(task.clients), task.problem.lower_level
@@ -174,12 +174,12 @@ class Learner:
     """The losses of a network on episodes, and three ways of adapting it to a support.
 
     Args:
-        net: a network with the submodules `backbone` and `head`.
-        ways: characters per episode.
-        shots: drawings per character in the support.
-        ridge: the factor of ||y||^2 / 2 in the lower loss.
-        steps: gradient steps of `adapt_head` and `adapt_all`.
-        lr: their step size.
+        net: A network with the submodules `backbone` and `head`.
+        ways: Characters per episode.
+        shots: Drawings per character in the support.
+        ridge: The factor of ||y||^2 / 2 in the lower loss.
+        steps: Gradient steps of `adapt_head` and `adapt_all`.
+        lr: Their step size.
     """
 
     net: nn.Module
@@ -213,9 +213,9 @@ class Learner:
         """Return features and labels of an episode's support or of its queries.
 
         Args:
-            x: the backbone.
-            data: one entry, named "support" or "query": characters with all their drawings.
-            rng: the key that decides which drawings are the support.
+            x: The backbone.
+            data: One entry, named "support" or "query": characters with all their drawings.
+            rng: The key that decides which drawings are the support.
         """
         ((side, images),) = data.items()
         count, drawings = images.shape[:2]

@@ -33,7 +33,7 @@ class HyperCleaning(Task):
     """A task of hyper-cleaning that knows the truth.
 
     Attributes:
-        corrupted: per entry of `x["weights"]`, whether that training sample has a wrong label.
+        corrupted: Per entry of `x["weights"]`, whether that training sample has a wrong label.
     """
 
     corrupted: Tensor
@@ -59,18 +59,18 @@ def hyper_cleaning(
 
     Args:
         data: "digits", "mnist", "cifar10", "covertype" or "breast-cancer".
-        partition: how samples are partitioned among clients: "iid", "shards" or "dirichlet".
-        clients: the number of clients.
-        validation: the fraction of each client's samples that the upper level uses.
-        alpha: the concentration of "dirichlet".
-        noise: the probability that a training label is changed to one of the other classes, all
+        partition: How samples are partitioned among clients: "iid", "shards" or "dirichlet".
+        clients: The number of clients.
+        validation: The fraction of each client's samples that the upper level uses.
+        alpha: The concentration of "dirichlet".
+        noise: The probability that a training label is changed to one of the other classes, all
             equally likely. Papers that draw from all classes leave some labels unchanged: their
             rate r with 10 classes is 0.9 r here.
-        ridge: the factor of ||y||^2 / 2 in the lower loss.
-        samples: use only this many training samples, the first ones.
-        test_samples: use only this many test samples, the first ones.
-        seed: the seed of the partition and of the wrong labels.
-        data_dir: where the files of the data set are; see `fedbilevel.data.load`.
+        ridge: The factor of ||y||^2 / 2 in the lower loss.
+        samples: Use only this many training samples, the first ones.
+        test_samples: Use only this many test samples, the first ones.
+        seed: The seed of the partition and of the wrong labels.
+        data_dir: Where the files of the data set are; see `fedbilevel.data.load`.
 
     Returns:
         The task. Its metrics: `train_accuracy`, `test_accuracy` and, where some labels are wrong,
@@ -78,10 +78,10 @@ def hyper_cleaning(
         labels.
 
     Raises:
-        ValueError: an option is out of range.
-        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+        ValueError: An option is out of range.
+        FileNotFoundError: The data set is not on this machine and cannot be downloaded.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("hyper-cleaning", clients=4, noise=0.4)
         >>> round(float(task.corrupted.float().mean()), 1)
@@ -144,10 +144,10 @@ def corrupt(labels: Tensor, classes: int, noise: float, seed: int) -> tuple[Tens
     """Change each label to another class with probability `noise`.
 
     Args:
-        labels: the true labels.
-        classes: how many classes there are.
-        noise: the probability of a change.
-        seed: the seed of the changes.
+        labels: The true labels.
+        classes: How many classes there are.
+        noise: The probability of a change.
+        seed: The seed of the changes.
 
     Returns:
         The labels after the change, and which of them differ from the true ones.

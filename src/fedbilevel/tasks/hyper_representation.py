@@ -47,29 +47,29 @@ def hyper_representation(
 
     Args:
         data: "digits", "mnist" or "cifar10".
-        partition: how samples are partitioned among clients: "iid", "shards" or "dirichlet".
-        clients: the number of clients.
-        validation: the fraction of each client's samples that the upper level uses.
-        alpha: the concentration of "dirichlet".
+        partition: How samples are partitioned among clients: "iid", "shards" or "dirichlet".
+        clients: The number of clients.
+        validation: The fraction of each client's samples that the upper level uses.
+        alpha: The concentration of "dirichlet".
         model: "mlp", "cnn" (LeNet-5) or "resnet18".
-        hidden: hidden units of the MLP.
-        head_layers: how many fully connected layers of LeNet-5 form the head.
-        dropout: the dropout rate of the MLP.
-        ridge: the factor of ||y||^2 / 2 in the lower loss.
-        norm_penalty: the factor of half the sum of the norms of the head's tensors.
-        samples: use only this many training samples, the first ones.
-        test_samples: use only this many test samples, the first ones.
-        seed: the seed of the partition, the initial parameters and dropout.
-        data_dir: where the files of the data set are; see `fedbilevel.data.load`.
+        hidden: Hidden units of the MLP.
+        head_layers: How many fully connected layers of LeNet-5 form the head.
+        dropout: The dropout rate of the MLP.
+        ridge: The factor of ||y||^2 / 2 in the lower loss.
+        norm_penalty: The factor of half the sum of the norms of the head's tensors.
+        samples: Use only this many training samples, the first ones.
+        test_samples: Use only this many test samples, the first ones.
+        seed: The seed of the partition, the initial parameters and dropout.
+        data_dir: Where the files of the data set are; see `fedbilevel.data.load`.
 
     Returns:
         The task. Its metrics: `train_accuracy` and `test_accuracy`.
 
     Raises:
-        ValueError: an option is out of range.
-        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+        ValueError: An option is out of range.
+        FileNotFoundError: The data set is not on this machine and cannot be downloaded.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("hyper-representation", clients=10, hidden=16)
         >>> sorted(task.problem.y)

@@ -54,29 +54,29 @@ def loss_tuning(
 
     Args:
         data: "digits", "mnist" or "cifar10".
-        partition: how samples are partitioned among clients: "iid", "shards" or "dirichlet".
-        clients: the number of clients.
-        validation: the fraction of each client's samples that the upper level uses.
-        alpha: the concentration of "dirichlet".
-        imbalance: how many times as many samples the first class has as the last. The number of
+        partition: How samples are partitioned among clients: "iid", "shards" or "dirichlet".
+        clients: The number of clients.
+        validation: The fraction of each client's samples that the upper level uses.
+        alpha: The concentration of "dirichlet".
+        imbalance: How many times as many samples the first class has as the last. The number of
             samples falls geometrically in between, in training and in validation data.
         model: "mlp", "cnn" (LeNet-5) or "resnet18".
-        hidden: hidden units of the MLP.
-        ridge: the factor of ||y||^2 / 2 in the lower loss.
-        samples: use only this many training samples, the first ones.
-        test_samples: use only this many test samples, the first ones.
-        seed: the seed of the partition and the initial parameters.
-        data_dir: where the files of the data set are; see `fedbilevel.data.load`.
+        hidden: Hidden units of the MLP.
+        ridge: The factor of ||y||^2 / 2 in the lower loss.
+        samples: Use only this many training samples, the first ones.
+        test_samples: Use only this many test samples, the first ones.
+        seed: The seed of the partition and the initial parameters.
+        data_dir: Where the files of the data set are; see `fedbilevel.data.load`.
 
     Returns:
         The task. Its metrics: `train_accuracy`, `test_accuracy` and
         `balanced_accuracy`, the mean over classes on the test set.
 
     Raises:
-        ValueError: an option is out of range.
-        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+        ValueError: An option is out of range.
+        FileNotFoundError: The data set is not on this machine and cannot be downloaded.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("loss-tuning", clients=4, hidden=16)
         >>> sorted(task.problem.x)

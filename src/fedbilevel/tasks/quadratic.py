@@ -91,23 +91,23 @@ def quadratic(
     """Build the quadratic task.
 
     Args:
-        clients: the number of clients.
-        dim_x: the dimension of x.
-        dim_y: the dimension of y.
-        condition: the eigenvalues of every A_i are in [1/condition, 1].
-        heterogeneity: from 0 (all clients have the same losses) to 1 (drawn independently).
-        samples: training samples, and validation samples, per client.
-        noise: the standard deviation of the samples' vectors around those of their client.
-        seed: the seed of everything that is drawn.
+        clients: The number of clients.
+        dim_x: The dimension of x.
+        dim_y: The dimension of y.
+        condition: The eigenvalues of every A_i are in [1/condition, 1].
+        heterogeneity: From 0 (all clients have the same losses) to 1 (drawn independently).
+        samples: Training samples, and validation samples, per client.
+        noise: The standard deviation of the samples' vectors around those of their client.
+        seed: The seed of everything that is drawn.
         dtype: "float32" or "float64".
 
     Returns:
         The task with its closed forms. Its metric: `hypergradient_norm`.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> float(task.gradient(task.x_star())["x"].norm()) < 1e-12

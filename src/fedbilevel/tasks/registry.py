@@ -26,7 +26,7 @@ def names() -> list[str]:
     Returns:
         The names that `get` and `load` accept.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> "quadratic" in fb.tasks.names()
         True
@@ -38,15 +38,15 @@ def get(name: str) -> Callable[..., Task]:
     """Return the function that builds a task.
 
     Args:
-        name: one of `names()`.
+        name: One of `names()`.
 
     Returns:
         A function of keyword arguments, the options of the task, that returns a `Task`.
 
     Raises:
-        ValueError: no task has this name.
+        ValueError: No task has this name.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> fb.tasks.get("quadratic").__name__
         'quadratic'
@@ -61,17 +61,17 @@ def load(name: str, **options: object) -> Task:
     """Build a task by name.
 
     Args:
-        name: one of `names()`.
-        **options: the keyword arguments of the task's function, for instance `clients=10`.
+        name: One of `names()`.
+        **options: The keyword arguments of the task's function, for instance `clients=10`.
 
     Returns:
         The problem, its clients and its evaluation.
 
     Raises:
-        ValueError: no task has this name, or an option is out of range.
-        TypeError: the task has no such option.
+        ValueError: No task has this name, or an option is out of range.
+        TypeError: The task has no such option.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> len(fb.tasks.load("quadratic", clients=4).clients)
         4

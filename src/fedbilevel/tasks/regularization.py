@@ -46,25 +46,25 @@ def regularization(
 
     Args:
         data: "breast-cancer", "covertype", or images ("digits", "mnist", "cifar10").
-        partition: how samples are partitioned among clients: "iid", "shards" or "dirichlet".
-        clients: the number of clients.
-        validation: the fraction of each client's samples that the upper level uses.
-        alpha: the concentration of "dirichlet".
-        ridge: the factor of ||y||^2 / 2 in the lower loss.
-        samples: use only this many training samples, the first ones.
-        test_samples: use only this many test samples, the first ones.
-        seed: the seed of the partition.
-        data_dir: where the files of the data set are; see `fedbilevel.data.load`.
+        partition: How samples are partitioned among clients: "iid", "shards" or "dirichlet".
+        clients: The number of clients.
+        validation: The fraction of each client's samples that the upper level uses.
+        alpha: The concentration of "dirichlet".
+        ridge: The factor of ||y||^2 / 2 in the lower loss.
+        samples: Use only this many training samples, the first ones.
+        test_samples: Use only this many test samples, the first ones.
+        seed: The seed of the partition.
+        data_dir: Where the files of the data set are; see `fedbilevel.data.load`.
 
     Returns:
         The task. Its metrics: `train_accuracy`, `test_accuracy` and `test_loss`, the cross-entropy
         on the test set.
 
     Raises:
-        ValueError: an option is out of range.
-        FileNotFoundError: the data set is not on this machine and cannot be downloaded.
+        ValueError: An option is out of range.
+        FileNotFoundError: The data set is not on this machine and cannot be downloaded.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("regularization", clients=4)
         >>> task.problem.x["coefficients"].shape

@@ -14,12 +14,12 @@ class Task:
     """A learning task: everything that `fb.solve` needs, ready-made.
 
     Args:
-        problem: the bilevel problem.
-        clients: the data of each client.
+        problem: The bilevel problem.
+        clients: The data of each client.
         evaluate: `evaluate(x, y)` returns the metrics by which methods are compared on this task,
             such as `test_accuracy`.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> result = fb.solve(task.problem, task.clients, rounds=5, evaluate=task.evaluate)

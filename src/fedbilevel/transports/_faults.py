@@ -21,11 +21,11 @@ class Outcome(NamedTuple):
     """When and how a task ends. The order of fields is the order of events.
 
     Attributes:
-        due: when it happens, in virtual seconds.
-        number: the task's number, which breaks ties.
+        due: When it happens, in virtual seconds.
+        number: The task's number, which breaks ties.
         copy: 1 for a second reply to the same task, 0 for the end of the task.
-        client: whose task it is.
-        lost: whether the server gets no reply.
+        client: Whose task it is.
+        lost: Whether the server gets no reply.
     """
 
     due: float
@@ -39,12 +39,12 @@ class OutcomeSampler:
     """Draws what becomes of tasks. Draws are keyed by the task.
 
     Args:
-        environment: delays, stragglers and faults.
-        clients: how many clients are registered.
-        seed: the root of the draw of stragglers.
+        environment: Delays, stragglers and faults.
+        clients: How many clients are registered.
+        seed: The root of the draw of stragglers.
 
     Attributes:
-        slow_clients: the stragglers.
+        slow_clients: The stragglers.
     """
 
     def __init__(self, environment: Environment, clients: int, seed: int) -> None:
@@ -62,11 +62,11 @@ class OutcomeSampler:
         """Draw when and how tasks end.
 
         Args:
-            tasks: tasks that are sent now.
-            now: the virtual time.
-            deadline: the virtual time after which the server waits no longer: a task that would end
+            tasks: Tasks that are sent now.
+            now: The virtual time.
+            deadline: The virtual time after which the server waits no longer: a task that would end
                 later is lost at this time.
-            free_at: when each client that is busy or away can begin a task; it is updated.
+            free_at: When each client that is busy or away can begin a task; it is updated.
 
         Returns:
             One outcome per task, and one more per second reply. Without delays and faults there are
@@ -120,7 +120,7 @@ class OutcomeSampler:
         replies without floating-point numbers are always emptied.
 
         Args:
-            results: replies as they were computed.
+            results: Replies as they were computed.
 
         Returns:
             The same replies; those of a wrong shape come one by one, the others as one stack.

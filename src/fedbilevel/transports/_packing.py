@@ -15,8 +15,8 @@ class ByteLayout(NamedTuple):
     """How the values of one reply are laid out in a row of bytes.
 
     Attributes:
-        tensors: the dtype and the shape of each tensor.
-        treespec: how the tensors are nested.
+        tensors: The dtype and the shape of each tensor.
+        treespec: How the tensors are nested.
     """
 
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]

@@ -37,9 +37,9 @@ class Flight(NamedTuple):
     """A posted task that has not ended, and its reply once that is computed.
 
     Attributes:
-        task: the task.
-        reply: the reply as one row of bytes, and its layout.
-        cost: what the client spent on it.
+        task: The task.
+        reply: The reply as one row of bytes, and its layout.
+        cost: What the client spent on it.
     """
 
     task: Task
@@ -57,14 +57,14 @@ class VirtualClock(Transport):
     `fb.simulated_federation` puts it together with an executor and a federation.
 
     Args:
-        executor: computes what tasks return.
-        clients: how many clients are registered.
-        environment: delays, stragglers, faults and the deadline.
-        seed: the root of the draw of stragglers; delays and faults are keyed by the task.
-        device: where waiting replies are kept.
-        losses: computes the global upper and lower loss.
+        executor: Computes what tasks return.
+        clients: How many clients are registered.
+        environment: Delays, stragglers, faults and the deadline.
+        seed: The root of the draw of stragglers; delays and faults are keyed by the task.
+        device: Where waiting replies are kept.
+        losses: Computes the global upper and lower loss.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> environment = fb.Environment(delay=fb.delays.Constant(2.0))

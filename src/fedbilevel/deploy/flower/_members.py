@@ -25,14 +25,14 @@ class Members:
     """Greets new nodes and keeps track of the node of each client.
 
     Args:
-        grid: the connection to the nodes.
-        clients: the number of registered clients; a node must claim to be one of them.
-        greeting: returns the content of a greeting.
-        ttl: seconds in which a node must answer its greeting.
+        grid: The connection to the nodes.
+        clients: The number of registered clients; a node must claim to be one of them.
+        greeting: Returns the content of a greeting.
+        ttl: Seconds in which a node must answer its greeting.
 
     Attributes:
-        node_of: the node of each client that is present.
-        samples: the number of training samples of each client that was ever present.
+        node_of: The node of each client that is present.
+        samples: The number of training samples of each client that was ever present.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Members:
         """Treat a client that did not answer as absent until it answers another greeting.
 
         Args:
-            client: the client.
-            node: the node that did not answer. A node that has taken its place since then stays.
+            client: The client.
+            node: The node that did not answer. A node that has taken its place since then stays.
         """
         if self.node_of.get(client) == node:
             del self.node_of[client]

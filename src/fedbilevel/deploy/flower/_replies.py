@@ -81,10 +81,10 @@ def collect_losses(
     """Ask clients for their losses, and wait for the answers.
 
     Args:
-        members: knows the node of each client.
-        request: the content of the message.
-        clients: whom to ask; all of them are present.
-        deadline_s: seconds in which they must answer.
+        members: Knows the node of each client.
+        request: The content of the message.
+        clients: Whom to ask; all of them are present.
+        deadline_s: Seconds in which they must answer.
 
     Returns:
         The upper and the lower loss of each client that answered in time with numbers.

@@ -64,7 +64,7 @@ def run_experiment(grid: Grid, run_config: Mapping[str, object], folder: Path) -
         grid: Flower's connection to the nodes.
         run_config: `experiment`, a name or a TOML file; `clients`, 0 for those of the task;
             `data-dir`, empty for the default folder; `resume`.
-        folder: the run folder.
+        folder: The run folder.
 
     Returns:
         The status of the run: "completed", "diverged" or "interrupted".

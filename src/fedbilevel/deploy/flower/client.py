@@ -59,19 +59,19 @@ class Node:
     """What the owner of a node decides: which client it is, where its data is, what it will run.
 
     Args:
-        partition: index of the client, from 0.
+        partition: Index of the client, from 0.
         client_data: `module:function`; the function is called with the index of the client and
             returns its `ClientData`. None: the task of the experiment provides the data.
-        task: the only task, as `module:function`, that the experiment may name. None: the tasks
+        task: The only task, as `module:function`, that the experiment may name. None: the tasks
             that fedbilevel provides.
-        data_dir: folder of the data sets. None: the default folder.
-        device: where the client computes: "cpu", "cuda" or "auto".
+        data_dir: Folder of the data sets. None: the default folder.
+        device: Where the client computes: "cpu", "cuda" or "auto".
 
     Raises:
         TypeError: `partition` is not an integer.
         ValueError: `partition` is negative.
 
-    Example:
+    Examples:
         >>> Node(partition=0, client_data="study:load", task="study:task").device
         'cpu'
     """
@@ -90,15 +90,15 @@ class Node:
         """Read the `--node-config` of a SuperNode.
 
         Args:
-            node_config: values for the keys in `NODE_CONFIG`.
+            node_config: Values for the keys in `NODE_CONFIG`.
 
         Returns:
             The node.
 
         Raises:
-            ValueError: a key is unknown, or `partition-id` is missing.
+            ValueError: A key is unknown, or `partition-id` is missing.
 
-        Example:
+        Examples:
             >>> Node.from_config({"partition-id": 2, "data-dir": "data"}).partition
             2
         """
@@ -119,17 +119,17 @@ class Worker:
     """One client in one run: its problem, its data, and what it remembers.
 
     Args:
-        node: what the owner of the node decides.
-        job: name of the run, hexadecimal; the client stores its memory under it.
-        table: the experiment as nested tables, as the server sent it.
+        node: What the owner of the node decides.
+        job: Name of the run, hexadecimal; the client stores its memory under it.
+        table: The experiment as nested tables, as the server sent it.
 
     Raises:
-        WireError: the name of the run is not hexadecimal, or the experiment names a task that this
+        WireError: The name of the run is not hexadecimal, or the experiment names a task that this
             node does not allow.
-        ValueError: the experiment is not valid, or the client has no data.
-        TypeError: the function that loads the data returns something else than a `ClientData`.
+        ValueError: The experiment is not valid, or the client has no data.
+        TypeError: The function that loads the data returns something else than a `ClientData`.
 
-    Example:
+    Examples:
         >>> from fedbilevel.experiments import config
         >>> table = config.resolve("example", {"task": {"name": "quadratic", "clients": 2}}).table
         >>> Worker(Node(partition=1), "ab12", table).hello()
@@ -182,7 +182,7 @@ class Worker:
         """Run a client task.
 
         Args:
-            message: a decoded `train` message (see `wire`).
+            message: A decoded `train` message (see `wire`).
 
         Returns:
             The number of the task, the values of the reply, and the cost of the task.
@@ -248,7 +248,7 @@ class Worker:
         """Evaluate both losses.
 
         Args:
-            message: a decoded `evaluate` message (see `wire`).
+            message: A decoded `evaluate` message (see `wire`).
 
         Returns:
             The client, and its upper and lower loss at x and y.

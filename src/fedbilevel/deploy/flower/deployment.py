@@ -67,19 +67,19 @@ class Deployment:
     It is a context manager: leaving it stops every process that was started in it.
 
     Args:
-        host: where the SuperLink listens; "0.0.0.0" is everywhere.
-        port: its port. None: a free one.
-        keys: a folder made by `fedbilevel keys`. With it, connections are encrypted and nodes need
+        host: Where the SuperLink listens; "0.0.0.0" is everywhere.
+        port: Its port. None: a free one.
+        keys: A folder made by `fedbilevel keys`. With it, connections are encrypted and nodes need
             a registered key. None: neither.
 
     Attributes:
-        folder: temporary folder with Flower's state and the logs of the processes.
-        processes: the processes that were started, by name.
+        folder: Temporary folder with Flower's state and the logs of the processes.
+        processes: The processes that were started, by name.
 
     Raises:
-        FileNotFoundError: the folder of keys is incomplete.
+        FileNotFoundError: The folder of keys is incomplete.
 
-    Example:
+    Examples:
         >>> with Deployment() as deployment:  # doctest: +SKIP
         ...     deployment.start_superlink()
         ...     report = deployment.submit(experiment="digits", out="runs/real", clients=2)
@@ -150,14 +150,14 @@ class Deployment:
         deployment is left.
 
         Args:
-            name: name in `processes`, and of the file to which its output goes.
-            command: the command and its arguments.
+            name: Name in `processes`, and of the file to which its output goes.
+            command: The command and its arguments.
 
         Returns:
             The process.
 
         Raises:
-            DeploymentError: this is not a POSIX system, whose process groups are needed.
+            DeploymentError: This is not a POSIX system, whose process groups are needed.
         """
         if os.name != "posix":
             raise DeploymentError(
@@ -187,7 +187,7 @@ class Deployment:
             The process.
 
         Raises:
-            DeploymentError: it does not answer, or its certificate is not valid for its address.
+            DeploymentError: It does not answer, or its certificate is not valid for its address.
         """
         command: list[object] = [flower_command("flower-superlink")]
         command += ["--host", self.host, "--port", self.port]
@@ -247,8 +247,8 @@ class Deployment:
         """Start a run on the SuperLink.
 
         Args:
-            server: the `ServerApp`, as `module:variable`.
-            **run_config: values for the keys of `[tool.flwr.app.config]` in `APP_PYPROJECT`, with
+            server: The `ServerApp`, as `module:variable`.
+            **run_config: Values for the keys of `[tool.flwr.app.config]` in `APP_PYPROJECT`, with
                 underscores for hyphens.
 
         Returns:
@@ -270,9 +270,9 @@ class Deployment:
         """Start a node on this machine with `fedbilevel join`.
 
         Args:
-            partition: index of the client.
-            warm: whether it is a warm node, or a stock SuperNode.
-            options: more options of `fedbilevel join`, without the leading hyphens.
+            partition: Index of the client.
+            warm: Whether it is a warm node, or a stock SuperNode.
+            options: More options of `fedbilevel join`, without the leading hyphens.
 
         Returns:
             The process.
@@ -316,12 +316,12 @@ def supernode_command(
     """Return the command that starts a stock SuperNode.
 
     Args:
-        address: host:port of the SuperLink.
-        partition: index of the client.
-        ca: certificate of the authority that signed the server's certificate.
-        key: private key of the node.
-        plain: whether to connect without encryption.
-        settings: more of `client.NODE_CONFIG`.
+        address: Host:port of the SuperLink.
+        partition: Index of the client.
+        ca: Certificate of the authority that signed the server's certificate.
+        key: Private key of the node.
+        plain: Whether to connect without encryption.
+        settings: More of `client.NODE_CONFIG`.
 
     Returns:
         The command and its arguments.
@@ -341,8 +341,8 @@ def write_app(folder: Path, server: str = SERVER_APP) -> None:
     """Write the app folder that `flwr run` needs: one `pyproject.toml` that names our modules.
 
     Args:
-        folder: where to write; created if it does not exist.
-        server: the `ServerApp`, as `module:variable`.
+        folder: Where to write; created if it does not exist.
+        server: The `ServerApp`, as `module:variable`.
     """
     folder.mkdir(exist_ok=True)
     text = APP_PYPROJECT.replace(SERVER_APP, server)
@@ -353,12 +353,12 @@ def check_encryption(host: str, secured: bool, plain: bool) -> None:
     """Refuse connections that leave this machine unencrypted, unless that is asked for.
 
     Args:
-        host: where the SuperLink is.
-        secured: whether certificates or keys are given.
-        plain: whether an unencrypted connection is asked for.
+        host: Where the SuperLink is.
+        secured: Whether certificates or keys are given.
+        plain: Whether an unencrypted connection is asked for.
 
     Raises:
-        ValueError: neither holds, and the host is not this machine.
+        ValueError: Neither holds, and the host is not this machine.
     """
     if not secured and not plain and host not in LOOPBACK:
         raise ValueError(

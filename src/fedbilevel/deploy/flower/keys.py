@@ -33,19 +33,19 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
     be added under the same authority. Private keys are readable by their owner alone.
 
     Args:
-        folder: where to write; created if it does not exist.
-        clients: the number of client keys that the folder should hold.
-        hosts: names and addresses under which clients reach the server. The certificate is also
+        folder: Where to write; created if it does not exist.
+        clients: The number of client keys that the folder should hold.
+        hosts: Names and addresses under which clients reach the server. The certificate is also
             valid for `localhost` and 127.0.0.1, where a proxy and our own commands reach it.
-        days: how long the server's certificate is valid; the authority lasts ten times as long.
+        days: How long the server's certificate is valid; the authority lasts ten times as long.
 
     Returns:
         The files that were written.
 
     Raises:
-        FileNotFoundError: the server's certificate is missing, and so is `ca.key`, which signs it.
+        FileNotFoundError: The server's certificate is missing, and so is `ca.key`, which signs it.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     written = make(Path(folder), clients=1, hosts=["fl.example.org"])

@@ -61,24 +61,24 @@ def flower_federation(
 
     Args:
         grid: Flower's connection to the nodes, as the main function of a `ServerApp` receives it.
-        problem: the bilevel problem; the server needs no data.
-        clients: the number of registered clients.
-        environment: participation, local steps, batch size and so on; delays, faults and stragglers
+        problem: The bilevel problem; the server needs no data.
+        clients: The number of registered clients.
+        environment: Participation, local steps, batch size and so on; delays, faults and stragglers
             are for simulations. None: the default environment.
-        table: the experiment as nested tables (`Config.table`), which the clients are sent.
-        conduct: deadlines, and how many refused replies a client is allowed. None: the defaults.
+        table: The experiment as nested tables (`Config.table`), which the clients are sent.
+        conduct: Deadlines, and how many refused replies a client is allowed. None: the defaults.
         weights: "uniform", or "samples" for weights in proportion to the training samples.
-        seed: seed of all random draws.
-        device: where the server computes.
+        seed: Seed of all random draws.
+        device: Where the server computes.
 
     Returns:
         A federation for `fb.solve(..., federation=...)` or `Run`.
 
     Raises:
-        ValueError: there are no clients, the environment simulates what real clients have by
+        ValueError: There are no clients, the environment simulates what real clients have by
             themselves, or `conduct.start_clients` does not fit the other settings.
 
-    Example:
+    Examples:
         The server's main function; `flwr run` calls it.
 
         >>> from flwr.serverapp import ServerApp
@@ -127,12 +127,12 @@ class PendingTask:
     """A client task without a reply so far.
 
     Attributes:
-        task: the task.
-        deadline: when it is lost, on the clock of `time.monotonic`.
-        posted: whether it was sent without a barrier.
+        task: The task.
+        deadline: When it is lost, on the clock of `time.monotonic`.
+        posted: Whether it was sent without a barrier.
         message_id: Flower's id of the message that carries it; None before it is sent, and after
             its node died.
-        node: the node that it was sent to.
+        node: The node that it was sent to.
     """
 
     task: Task
@@ -152,26 +152,26 @@ class FlowerTransport(Transport):
 
     Args:
         grid: Flower's connection to the nodes.
-        problem: the bilevel problem.
-        clients: the number of registered clients.
-        environment: the conditions under which clients take part.
-        table: the experiment as nested tables, which the clients are sent.
-        conduct: deadlines, and how many refused replies a client is allowed.
+        problem: The bilevel problem.
+        clients: The number of registered clients.
+        environment: The conditions under which clients take part.
+        table: The experiment as nested tables, which the clients are sent.
+        conduct: Deadlines, and how many refused replies a client is allowed.
         weights: "uniform" or "samples".
-        seed: seed of all random draws.
-        device: where the server computes.
+        seed: Seed of all random draws.
+        device: Where the server computes.
 
     Attributes:
-        job: the name of the run, hexadecimal; a resumed run keeps it.
-        members: which node is which client.
-        refusals: how many replies of each client were refused.
-        excluded: clients that are sent nothing for the rest of the run, after too many refusals.
+        job: The name of the run, hexadecimal; a resumed run keeps it.
+        members: Which node is which client.
+        refusals: How many replies of each client were refused.
+        excluded: Clients that are sent nothing for the rest of the run, after too many refusals.
 
     Raises:
-        ValueError: the environment simulates what real clients have by themselves, or
+        ValueError: The environment simulates what real clients have by themselves, or
             `conduct.start_clients` does not fit the other settings.
 
-    Example:
+    Examples:
         >>> fed = flower_federation(grid, problem, 4, None, table)  # doctest: +SKIP
         >>> fed.transport.present  # doctest: +SKIP
         [0, 1, 2, 3]

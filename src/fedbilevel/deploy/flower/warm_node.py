@@ -74,12 +74,12 @@ class ConnectionSettings:
     """Where the SuperLink is, and how to connect to it.
 
     Args:
-        address: host:port.
-        ca: certificate of the authority that signed the server's certificate. None: those that the
+        address: Host:port.
+        ca: Certificate of the authority that signed the server's certificate. None: those that the
             system trusts.
-        key: private key of the node, as `fedbilevel keys` or ssh-keygen writes it. None: a new key,
+        key: Private key of the node, as `fedbilevel keys` or ssh-keygen writes it. None: a new key,
             which a SuperLink accepts only if it does not authenticate nodes.
-        plain: whether to connect without encryption.
+        plain: Whether to connect without encryption.
     """
 
     address: str
@@ -111,13 +111,13 @@ def load_key_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCu
     """Read a node's private key, and derive the public one.
 
     Args:
-        path: a private key in OpenSSH format.
+        path: A private key in OpenSSH format.
 
     Returns:
         The private and the public key.
 
     Raises:
-        ValueError: the file holds no private key, or not one on an elliptic curve.
+        ValueError: The file holds no private key, or not one on an elliptic curve.
     """
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
@@ -164,14 +164,14 @@ def run_node(
     """Answer messages until the process is ended; reconnect when the SuperLink was lost.
 
     Args:
-        settings: where the SuperLink is.
-        app: answers a message.
-        node_config: what `app` finds in `context.node_config`.
-        connect_timeout_s: seconds in which the first connection must succeed. The SuperLink refuses
+        settings: Where the SuperLink is.
+        app: Answers a message.
+        node_config: What `app` finds in `context.node_config`.
+        connect_timeout_s: Seconds in which the first connection must succeed. The SuperLink refuses
             a node that was killed and restarted until its old session has expired, about 20 s.
 
     Raises:
-        RefusedError: the first connection did not succeed in time, or cannot succeed.
+        RefusedError: The first connection did not succeed in time, or cannot succeed.
     """
     patch_flower_pull_backoff()
     keyless = settings.key is None

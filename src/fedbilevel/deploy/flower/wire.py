@@ -80,12 +80,12 @@ def one_line(error: object) -> str:
     The text of an error may quote what another machine has sent.
 
     Args:
-        error: an exception, or anything else with a `str`.
+        error: An exception, or anything else with a `str`.
 
     Returns:
         The text without line breaks, at most 300 characters.
 
-    Example:
+    Examples:
         >>> one_line(ValueError("x is 3;   it must be positive"))
         'x is 3; it must be positive'
     """
@@ -96,17 +96,17 @@ def encode(**values: object) -> RecordDict:
     """Encode a message.
 
     Args:
-        **values: numbers, strings, booleans, None, tensors, trees, and dicts, lists and tuples of
+        **values: Numbers, strings, booleans, None, tensors, trees, and dicts, lists and tuples of
             them.
 
     Returns:
         The records for the content of a Flower `Message`.
 
     Raises:
-        TypeError: a value is of another type, or a tensor of a dtype that is not in `DTYPES`.
-        ValueError: the header is longer than a receiver accepts.
+        TypeError: A value is of another type, or a tensor of a dtype that is not in `DTYPES`.
+        ValueError: The header is longer than a receiver accepts.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import fedbilevel as fb
         >>> content = encode(number=7, values={"qx": fb.Tree(w=torch.ones(2))})
@@ -141,15 +141,15 @@ def decode(content: RecordDict) -> Values:
     """Decode and validate a message; the inverse of `encode`.
 
     Args:
-        content: the content of a Flower `Message`; it is from another machine and not trusted.
+        content: The content of a Flower `Message`; it is from another machine and not trusted.
 
     Returns:
         The values by name, bit for bit as `encode` was given them. All tensors are on the CPU.
 
     Raises:
-        WireError: the message is not one that `encode` could have produced.
+        WireError: The message is not one that `encode` could have produced.
 
-    Example:
+    Examples:
         >>> import torch
         >>> decode(encode(number=7, point=(1.5, torch.arange(3))))
         {'number': 7, 'point': (1.5, tensor([0, 1, 2]))}

@@ -56,17 +56,17 @@ class StackBatches:
     """The batches of a stack of clients.
 
     Args:
-        keys: the key of each client's task.
-        sizes: the number of samples on each side, in the order of their streams.
-        select: returns the samples of drawn indices.
-        run_fused: calls a function, in compiled form where that pays.
-        steps: the steps of the longest task.
-        draws: the number of independent batches per step.
-        epochs: whether steps pass over the samples in a shuffled order.
-        paired: whether both sides draw the same samples.
+        keys: The key of each client's task.
+        sizes: The number of samples on each side, in the order of their streams.
+        select: Returns the samples of drawn indices.
+        run_fused: Calls a function, in compiled form where that pays.
+        steps: The steps of the longest task.
+        draws: The number of independent batches per step.
+        epochs: Whether steps pass over the samples in a shuffled order.
+        paired: Whether both sides draw the same samples.
 
     Attributes:
-        samples: the number of samples drawn so far by each client that is still active.
+        samples: The number of samples drawn so far by each client that is still active.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class StackBatches:
         """Draw the batch of a step, or a tuple of independent ones, for the first clients.
 
         Args:
-            step: the number of the step.
-            active: how many clients take this step.
+            step: The number of the step.
+            active: How many clients take this step.
         """
         batches = []
         for draw in range(self.draws):

@@ -41,8 +41,8 @@ class CudaGraphs:
     on a tensor, cannot be captured; it then runs as it is, which is logged.
 
     Attributes:
-        captured: the captured programs; None for one that cannot be captured.
-        capturing: whether a program is being captured now.
+        captured: The captured programs; None for one that cannot be captured.
+        capturing: Whether a program is being captured now.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class CudaGraphs:
         """Run a program from its graph, which is captured if there is none yet.
 
         Args:
-            name: identifies the program and the signature of its inputs.
-            addresses: of the tensors that the program reads beside its inputs.
-            program: the program.
-            leaves: its inputs, flattened.
-            spec: their structure.
+            name: Identifies the program and the signature of its inputs.
+            addresses: Of the tensors that the program reads beside its inputs.
+            program: The program.
+            leaves: Its inputs, flattened.
+            spec: Their structure.
         """
         key = (name, addresses)
         if key not in self.captured:

@@ -30,10 +30,10 @@ class FeatureCache:
 
         Args:
             side: "train" or "val".
-            xs: the x that each client was sent.
-            numbers: the number of each client.
-            data: the samples of each client; all hold equally many.
-            batch_size: how many samples are embedded at once.
+            xs: The x that each client was sent.
+            numbers: The number of each client.
+            data: The samples of each client; all hold equally many.
+            batch_size: How many samples are embedded at once.
         """
         last_xs, last_numbers, features = self._last.get(side, ([], [], ()))
         same_clients = numbers == last_numbers
@@ -53,8 +53,8 @@ def select_features(features: Data, indices: Tensor | None) -> Data:
     """Return the features of the samples with these indices.
 
     Args:
-        features: a stack with axes for clients and for samples.
-        indices: a row for each of the first clients; None selects everything.
+        features: A stack with axes for clients and for samples.
+        indices: A row for each of the first clients; None selects everything.
     """
     if indices is None:
         return features

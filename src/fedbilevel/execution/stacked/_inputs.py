@@ -42,10 +42,10 @@ class InputBuilder:
     """Builds the inputs of stacks.
 
     Args:
-        problem: what is solved.
-        sample_store: finds the clients' samples.
-        batch_size: samples per mini-batch; None for the full batch.
-        device: where clients compute.
+        problem: What is solved.
+        sample_store: Finds the clients' samples.
+        batch_size: Samples per mini-batch; None for the full batch.
+        device: Where clients compute.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class InputBuilder:
         """Return the inputs of a stack's program, and the samples that it selects batches from.
 
         Args:
-            tasks: the tasks of the stack, longest first.
-            data: the data of each task's client.
-            memories: what the phases of each client remember.
-            sums: whether the server needs only the sum of the replies.
+            tasks: The tasks of the stack, longest first.
+            data: The data of each task's client.
+            memories: What the phases of each client remember.
+            sums: Whether the server needs only the sum of the replies.
         """
         broadcast = tasks[0].broadcast
         phase = broadcast.phase
@@ -141,8 +141,8 @@ def stack_values(values: Sequence[Values], tensor: Callable[[Any], Tensor]) -> V
     """Stack nested values of equal structure and shapes along a new leading axis.
 
     Args:
-        values: the values of each client.
-        tensor: turns a leaf into a tensor.
+        values: The values of each client.
+        tensor: Turns a leaf into a tensor.
     """
     if not values[0]:
         return {}

@@ -29,7 +29,7 @@ class SeparateSamples:
         """Return the samples with these indices as a stack.
 
         Args:
-            indices: a row for each of the first clients; None selects all samples of all clients,
+            indices: A row for each of the first clients; None selects all samples of all clients,
                 who must hold equally many.
         """
         if indices is None:
@@ -51,12 +51,12 @@ class Pool:
     full, the pool starts over with the clients that are needed then.
 
     Args:
-        memory: bytes that the pool may take; with 0 it holds only the clients needed last.
-        device: where the pool is.
+        memory: Bytes that the pool may take; with 0 it holds only the clients needed last.
+        device: Where the pool is.
 
     Attributes:
-        tensors: the samples of all clients in the pool; rows from `used` on are free.
-        starts: the row at which each client's samples begin, by the client's number.
+        tensors: The samples of all clients in the pool; rows from `used` on are free.
+        starts: The row at which each client's samples begin, by the client's number.
     """
 
     container: Data  # of the same type as the data of each client
@@ -109,10 +109,10 @@ class Pool:
         """Return the samples of a stack of clients with these indices.
 
         Args:
-            indices: for each of the first clients, a row of indices among its own samples; None
+            indices: For each of the first clients, a row of indices among its own samples; None
                 selects the first `size` samples of every client.
-            starts: the row of the pool at which each client's samples begin.
-            size: used if `indices` is None.
+            starts: The row of the pool at which each client's samples begin.
+            size: Used if `indices` is None.
         """
         if indices is None:
             indices = torch.arange(size, device=starts.device).expand(len(starts), size)
@@ -135,8 +135,8 @@ class Pools:
     """A pool for each side and layout of the clients' data.
 
     Args:
-        memory: bytes that the pools of the two sides may take.
-        device: where the pools are.
+        memory: Bytes that the pools of the two sides may take.
+        device: Where the pools are.
     """
 
     def __init__(self, memory: int, device: str) -> None:
@@ -185,8 +185,8 @@ class Pools:
 
         Args:
             side: "train" or "val".
-            numbers: the number of each client.
-            clients: the data of each client, all of the same layout.
+            numbers: The number of each client.
+            clients: The data of each client, all of the same layout.
 
         Returns:
             The pool and the row at which each client's samples begin.

@@ -39,11 +39,11 @@ class StackProgram:
     carry: a stack of constant size is worth more there than the work that shrinking saves.
 
     Args:
-        step_runner: runs and measures the steps.
-        broadcast: that of any task; all have the same phase.
-        apply: applies a function of one client to the stack.
-        samples: what batches are selected from.
-        shrink: whether the stack shrinks.
+        step_runner: Runs and measures the steps.
+        broadcast: That of any task; all have the same phase.
+        apply: Applies a function of one client to the stack.
+        samples: What batches are selected from.
+        shrink: Whether the stack shrinks.
     """
 
     def __init__(

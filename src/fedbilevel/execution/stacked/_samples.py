@@ -31,10 +31,10 @@ class SampleStore:
     """Finds the samples of stacks. What it pools or embeds for one stack is kept for the next.
 
     Args:
-        problem: embeds samples.
-        step_runner: keeps measured costs.
-        memory: bytes that pools on a GPU may take.
-        device: where clients compute.
+        problem: Embeds samples.
+        step_runner: Keeps measured costs.
+        memory: Bytes that pools on a GPU may take.
+        device: Where clients compute.
     """
 
     def __init__(self, problem: Problem, step_runner: StepRunner, memory: int, device: str) -> None:
@@ -55,11 +55,11 @@ class SampleStore:
         """Return the samples of a stack.
 
         Args:
-            tasks: the tasks of the stack.
-            data: the data of each task's client.
-            sizes: the number of samples on each side.
-            batches: how many batches each client draws.
-            embed: whether all samples are embedded before the first step.
+            tasks: The tasks of the stack.
+            data: The data of each task's client.
+            sizes: The number of samples on each side.
+            batches: How many batches each client draws.
+            embed: Whether all samples are embedded before the first step.
         """
         numbers = [task.client for task in tasks]
         samples = StackSamples({}, TaskCost(), {}, {})

@@ -48,18 +48,18 @@ class StackedStep:
     """One step of a stack of clients, as a function of flat tensors.
 
     Args:
-        problem: what is solved.
-        phase: whose step it is.
+        problem: What is solved.
+        phase: Whose step it is.
         part: "first", "step", or "only": the single step of a task together with its `finish`, so
             that a trace leaves out what the reply does not need.
-        carry: the tensors of the carry.
-        carry_spec: the structure of the carry.
-        batch: a batch, or a tuple of batches.
-        apply: applies a function of one client to the stack.
+        carry: The tensors of the carry.
+        carry_spec: The structure of the carry.
+        batch: A batch, or a tuple of batches.
+        apply: Applies a function of one client to the stack.
 
     Attributes:
-        inputs: the tensors of the carry, then those of the batch.
-        result_spec: the structure of the result, once the step has run.
+        inputs: The tensors of the carry, then those of the batch.
+        result_spec: The structure of the result, once the step has run.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StackedStep:
         """Take the step for the whole stack.
 
         Args:
-            *tensors: in the order of `inputs`, then the numbers of the phase.
+            *tensors: In the order of `inputs`, then the numbers of the phase.
 
         Returns:
             The tensors of the next carry, or of the reply if `part` is "only".
@@ -126,14 +126,14 @@ class StepRunner:
     its task is captured as a CUDA graph, and otherwise runs as it is written.
 
     Args:
-        problem: what is solved.
-        graphs: the CUDA graphs of a GPU; None on a CPU.
-        compile_: whether traces go through PyTorch's compiler.
+        problem: What is solved.
+        graphs: The CUDA graphs of a GPU; None on a CPU.
+        compile_: Whether traces go through PyTorch's compiler.
 
     Attributes:
-        measured: operations and peak bytes of each part for one client, by name.
-        uses: how often each step or task ran, by name.
-        traces: traced functions, by name; None for one that cannot be traced.
+        measured: Operations and peak bytes of each part for one client, by name.
+        uses: How often each step or task ran, by name.
+        traces: Traced functions, by name; None for one that cannot be traced.
     """
 
     def __init__(self, problem: Problem, graphs: CudaGraphs | None, compile_: bool) -> None:
@@ -215,9 +215,9 @@ class StepRunner:
         Compiling merges many small kernels into few.
 
         Args:
-            label: identifies fn; it must depend on nothing but the label and its arguments.
-            fn: a function of nested tensors.
-            *args: its arguments.
+            label: Identifies fn; it must depend on nothing but the label and its arguments.
+            fn: A function of nested tensors.
+            *args: Its arguments.
         """
         if not (self.compile and self.graphs and self.graphs.capturing):
             return fn(*args)
@@ -260,9 +260,9 @@ class StepRunner:
         checkpoint, so that a resumed run traces the same steps and computes the same bits.
 
         Args:
-            step: the step.
-            numbers: the numbers of its phase.
-            known: names and costs of steps of this task; new ones are added.
+            step: The step.
+            numbers: The numbers of its phase.
+            known: Names and costs of steps of this task; new ones are added.
 
         Returns:
             The tensors of the result, and what each client spent.

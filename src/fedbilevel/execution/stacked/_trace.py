@@ -35,8 +35,8 @@ def trace(fn: FlatFunction, args: Sequence[Tensor]) -> FlatFunction:
     """Trace a pure function of tensors.
 
     Args:
-        fn: the function.
-        args: example arguments; the trace is valid for their shapes, strides and dtypes.
+        fn: The function.
+        args: Example arguments; the trace is valid for their shapes, strides and dtypes.
 
     Returns:
         A function that computes the same up to rounding, without the overhead of transforms.
@@ -305,8 +305,8 @@ class _FoldConstants:
     led to such a shape is then not computed at all: a loss whose gradient alone is used.
 
     Args:
-        module: holds the constants.
-        least: constants whose entries are all smaller are left as they are.
+        module: Holds the constants.
+        least: Constants whose entries are all smaller are left as they are.
     """
 
     def __init__(self, module: fx.GraphModule, least: int = 0) -> None:

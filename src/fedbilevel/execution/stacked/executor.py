@@ -66,18 +66,18 @@ class StackedExecutor(Executor):
     the server only sums are summed there, without waiting for the GPU.
 
     Args:
-        problem: the losses and the shapes of x and y.
-        clients: the data of each client; of a lazy sequence only the clients of the tasks are read.
-        batch_size: samples per mini-batch; None for the full batch.
-        device: where clients compute.
-        memory: bytes that a chunk may take, and also bytes of client memories that are cached.
-        compile: whether captured tasks go through PyTorch's compiler.
+        problem: The losses and the shapes of x and y.
+        clients: The data of each client; of a lazy sequence only the clients of the tasks are read.
+        batch_size: Samples per mini-batch; None for the full batch.
+        device: Where clients compute.
+        memory: Bytes that a chunk may take, and also bytes of client memories that are cached.
+        compile: Whether captured tasks go through PyTorch's compiler.
 
     Attributes:
-        memories: what each client remembers.
-        footprints: the bytes that one client takes in a stack, by kind of task.
+        memories: What each client remembers.
+        footprints: The bytes that one client takes in a stack, by kind of task.
 
-    Example:
+    Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> federation = fb.simulated_federation(task.problem, task.clients)
@@ -118,16 +118,16 @@ class StackedExecutor(Executor):
         """Run tasks in chunks, and yield the results of each chunk.
 
         Args:
-            tasks: client tasks that share one phase.
-            sums: whether the server needs only the sum of the replies; a GPU then returns that.
+            tasks: Client tasks that share one phase.
+            sums: Whether the server needs only the sum of the replies; a GPU then returns that.
 
         Yields:
             Replies with a leading axis over the tasks of a chunk, or their sums.
 
         Raises:
-            ClientError: the code of a client failed, or works for every client alone but not in a
+            ClientError: The code of a client failed, or works for every client alone but not in a
                 stack.
-            TypeError: a reply has not the names and shapes that its phase declares.
+            TypeError: A reply has not the names and shapes that its phase declares.
         """
         self._data = self._read_data(tasks)
         for group in concurrent_groups(tasks):
