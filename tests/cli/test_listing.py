@@ -1,12 +1,15 @@
-"""`fedbilevel list` shows algorithms and tasks with their settings."""
+"""`fedbilevel list`: names one per line, on request with settings."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
-from fedbilevel import algorithms
-from tests.support.tool import invoke
+import pytest
+
+from fedbilevel import algorithms, tasks
+from fedbilevel.experiments import config as configs
+from tests.support.tool import assert_refused, invoke
 
 
 def test_algorithms_are_listed_with_their_settings() -> None:
@@ -30,3 +33,22 @@ def test_tasks_are_listed_with_their_settings() -> None:
     out = invoke("list", "tasks", "--verbose").out
     assert re.search(r"^quadratic\n    clients = 8 +whole number$", out, re.MULTILINE)
     assert "seed" not in out
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("algorithms", algorithms.names()),
+        ("tasks", tasks.names()),
+        ("experiments", configs.names()),
+        ("data", ["digits", "mnist"]),
+    ],
+)
+def test_names_are_listed_one_per_line(what: str, expected: list[str]) -> None:
+    code, out, err = invoke("list", what)
+    assert (code, err) == (0, "")
+    assert {line.split()[0] for line in out.splitlines()} >= set(expected)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    assert_refused(invoke("list", "task"), "'task'", "did you mean 'tasks'")

@@ -205,3 +205,10 @@ def test_smoke_of_large_tasks_needs_no_data(tmp_path: Path, text: str, metric: s
     metrics = read_metrics(tmp_path / "run")
     assert len(metrics) == 3
     assert metric in metrics[-1]
+
+
+def test_a_number_beyond_64_bits_is_refused_also_in_a_table_from_elsewhere() -> None:
+    """The table of a node comes from its server, not from a file."""
+    table = {"task": "quadratic", "rounds": 2**64}
+    with pytest.raises(configs.ConfigError, match="rounds is 18446744073709551616; a whole number"):
+        configs.resolve("message", table)

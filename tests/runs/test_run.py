@@ -68,6 +68,19 @@ def test_a_run_far_above_its_first_upper_loss_has_diverged(task: fb.tasks.Task) 
     assert "times its start" in result.reason
 
 
+def test_a_run_that_diverges_while_it_is_stopped_has_diverged(task: fb.tasks.Task) -> None:
+    fed = fb.simulated_federation(task.problem, task.clients)
+    run = Run(fb.algorithms.SimFBO(server_lr_y=1e150, server_lr_x=1e150), fed, {"rounds": 50})
+
+    def stop_once_diverged() -> None:
+        if run.status == "diverged":
+            run.stop()
+
+    run.after_iteration = stop_once_diverged
+    list(run)
+    assert run.status == "diverged"
+
+
 def test_an_interrupted_iteration_is_undone(task: fb.tasks.Task) -> None:
     whole = six_rounds(task)
     list(whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,7 @@ from fedbilevel.cli.serve import join, keys, serve
 from fedbilevel.cli.tune import tune
 
 # Each command with the arguments of its example.
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "run": (run, "digits --algorithm la-asfbo --set algorithm.lr_x=0.02 --out runs/first"),
     "compare": (compare, "digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits"),
     "tune": (tune, "digits --algorithm simfbo --trials 8 --rounds 50 --out runs/tune"),

@@ -334,4 +334,6 @@ def _row_as_json(row: report.Row) -> dict[str, object]:
 
 
 def _mean(spread: report.Spread | None) -> float | None:
-    return spread and spread.mean
+    if spread is None:
+        return None
+    return spread.mean

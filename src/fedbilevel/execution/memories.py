@@ -267,8 +267,8 @@ class RecordFile:
     """An append-only file of client memories. The last record of a client is the valid one.
 
     A record has a header, the structure of the memory as JSON, and the bytes of its tensors. The
-    digest in the header is checked whenever a record is read. A record without a body says that the
-    client remembers nothing.
+    digest in the header is checked when a file is opened and whenever a record is read. A record
+    without a body says that the client remembers nothing.
 
     Args:
         path: The file; None for a temporary one.
@@ -280,7 +280,7 @@ class RecordFile:
         live_bytes: Bytes of the valid records.
 
     Raises:
-        ValueError: The headers of an existing file are damaged.
+        ValueError: An existing file is damaged.
     """
 
     HEADER = struct.Struct("<qqq16s")  # client, length of the JSON, length of the tensors, digest
@@ -295,11 +295,11 @@ class RecordFile:
             self.handle.seek(self.end)
             header = self.handle.read(self.HEADER.size)
             client, json_length, tensor_length, _ = self._unpack_header(header)
-            if min(json_length, tensor_length) < 0:
+            size = self.HEADER.size + json_length + tensor_length
+            if min(json_length, tensor_length) < 0 or self.end + size > length:
                 raise self._damaged()
-            self._index(client, self.HEADER.size + json_length + tensor_length)
-        if self.end > length:
-            raise self._damaged()
+            self._read_checked(self.end, size)  # a damaged header could name another client
+            self._index(client, size)
 
     @functools.cached_property
     def handle(self) -> IO[bytes]:
@@ -331,7 +331,9 @@ class RecordFile:
 
     def read_record(self, client: int) -> bytes:
         """Return the valid record of a client, after checking its digest."""
-        begin, size = self.positions[client]
+        return self._read_checked(*self.positions[client])
+
+    def _read_checked(self, begin: int, size: int) -> bytes:
         self.handle.seek(begin)
         record = self.handle.read(size)
         *header, digest = self._unpack_header(record)

@@ -90,13 +90,17 @@ def reduce_to_run(
         The table of the run.
 
     Raises:
-        ConfigError: If a name is not a string, or a label cannot be a folder's name.
+        ConfigError: If a name is not a string, a label cannot be a folder's name, or a whole number
+            does not fit in 64 bits.
     """
     changed: Table = {}
     for key, value in changes:
         _set(changed, key, value)
     expand_names(source, changed)
-    table = copy_table(table)
+    try:
+        table = copy_table(table)
+    except (OverflowError, RecursionError) as error:
+        raise ConfigError(f"{source}: {error}") from None
     for key, value in changes:
         if key.startswith("algorithms."):  # before the section is merged
             _set(table, key, value)

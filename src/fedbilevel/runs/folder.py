@@ -16,7 +16,7 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint/latest.safetensors"
-EXTENSIBLE = ("rounds", "stop")  # the settings that may differ when a run is resumed
+EXTENSIBLE = ("rounds", "stop", "title")  # what may differ when a run is resumed
 
 Table = dict[str, Any]  # as TOML and JSON hold it
 

@@ -165,7 +165,8 @@ class Run:
             if self.status == "diverged" or self._is_finished() or self._is_due(spent):
                 yield self._measure()
             self.after_iteration()
-            if any(ranks.all_gather(self._stopping)):
+            stopping = any(ranks.all_gather(self._stopping))
+            if stopping and self.status == "completed":
                 self._end("interrupted", f"interrupted after round {self.fed.ledger.rounds}")
 
     def advance(self) -> None:

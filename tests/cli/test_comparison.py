@@ -1,0 +1,141 @@
+"""`fedbilevel compare`: runs side by side, resumed, extended, and some of them failing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.terminal import run_on_terminal
+from tests.support.tool import (
+    QUADRATIC,
+    assert_refused,
+    contents,
+    invoke,
+    read_config,
+    read_metrics,
+    read_summary,
+    write,
+)
+
+EXPERIMENT = 'algorithm = "simfbo"\ncompare = ["simfbo", "asfbo"]' + QUADRATIC
+FRAGILE_TASK = """
+from fedbilevel import tasks
+
+def task(seed: int = 0):
+    if seed == 6:
+        raise RuntimeError("seed 6 [/is] odd")
+    return tasks.load("quadratic", clients=3, seed=seed)
+"""
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an experiment, its comparison in runs/, and what was printed."""
+    folder = tmp_path_factory.mktemp("compared")
+    file = write(folder / "a.toml", EXPERIMENT)
+    code, out, err = invoke("compare", file, "--seeds", 2, "--jobs", 2, "--out", folder / "runs")
+    assert code == 0, (out, err)
+    write(folder / "out", out)
+    write(folder / "err", err)
+    return folder
+
+
+def run_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of a comparison, without the page that every call writes."""
+    files = contents(folder)
+    del files["report.html"]
+    return files
+
+
+@pytest.mark.xdist_group("compared")
+def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> None:
+    names = ["asfbo/seed-0", "asfbo/seed-1", "simfbo/seed-0", "simfbo/seed-1"]
+    progress = (compared / "err").read_text().splitlines()
+    assert sorted(progress) == [f"{name}: completed" for name in names]
+    out = (compared / "out").read_text()
+    assert out.count("┃ algorithm ") == 1
+    assert out.count(" simfbo ") == 1
+    assert out.count(" asfbo ") == 1
+    assert out.splitlines()[-1] == f"report: {compared / 'runs' / 'report.html'}"
+    assert (compared / "runs" / "report.html").read_text().startswith("<!doctype html>")
+    for name in names:
+        run = compared / "runs" / name
+        assert read_summary(run)["status"] == "completed"
+        assert read_summary(run)["seed"] == int(name[-1])
+        assert read_config(run)["algorithm"]["name"] == name.split("/")[0]
+
+
+@pytest.mark.xdist_group("compared")
+def test_a_terminal_shows_a_live_table(compared: Path) -> None:
+    options = ["--seeds", 2, "--jobs", 2, "--out", compared / "runs", "--resume"]
+    out, shown = run_on_terminal("compare", compared / "a.toml", *options, cwd=compared)
+    row = next(line for line in shown.splitlines() if "asfbo/seed-1" in line)
+    assert all(part in row for part in ("completed", "4/4", "loss", "MB"))
+    assert "\x1b" not in out
+
+
+@pytest.mark.xdist_group("compared")
+def test_a_finished_comparison_is_not_run_again(compared: Path) -> None:
+    command = [
+        "compare",
+        compared / "a.toml",
+        "--seeds",
+        2,
+        "--jobs",
+        2,
+        "--out",
+        compared / "runs",
+    ]
+    before = run_files(compared / "runs")
+    assert_refused(invoke(*command), "--resume")
+    changed = invoke(*command, "--resume", "--set", "environment.batch_size=1")
+    assert_refused(changed, "environment.batch_size = 2, not 1")
+    assert invoke(*command, "--resume", "--quiet") == (0, "", "")
+    code, out, err = invoke(*command, "--resume", "--json")
+    assert (code, err, len(out.splitlines())) == (0, "", 1)
+    printed = json.loads(out)
+    seeds = {row["algorithm"]: row["seeds"] for row in printed["ranked"]}
+    assert seeds == {"simfbo": 2, "asfbo": 2}
+    assert printed["failed"] == {}
+    assert run_files(compared / "runs") == before
+
+
+@pytest.mark.xdist_group("compared")
+def test_a_raised_budget_continues_runs_and_the_number_of_jobs_changes_nothing(
+    compared: Path, tmp_path: Path
+) -> None:
+    before = compared / "runs"
+    runs = tmp_path / "runs"
+    shutil.copytree(before / "asfbo" / "seed-1", runs / "asfbo" / "seed-1")
+    options = ["--algorithms", "asfbo", "--seeds", 2, "--jobs", 1, "--rounds", 7]
+    command = ["compare", compared / "a.toml", *options, "--out", runs, "--resume", "--quiet"]
+    assert invoke(*command) == (0, "", "")
+    for name in ("asfbo/seed-0", "asfbo/seed-1"):
+        assert [line["round"] for line in read_metrics(runs / name)] == list(range(8))
+        assert read_metrics(runs / name)[:5] == read_metrics(before / name)
+        assert read_config(runs / name) == {**read_config(before / name), "rounds": 7}
+
+
+def test_a_member_that_fails_is_named_and_the_others_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code is 2, because the comparison lacks a member."""
+    write(tmp_path / "fragile.py", FRAGILE_TASK)
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.toml", 'task = "fragile:task"\nrounds = 2')
+    options = ["--seeds", 2, "--set", "seed=5", "--out", "runs"]
+    code, out, err = invoke("compare", "a.toml", *options)
+    assert code == 2
+    (failure,) = [line for line in out.splitlines() if line.startswith("simfbo/seed-6 ")]
+    reason = failure.removeprefix("simfbo/seed-6 failed: error: ")
+    assert reason.endswith("task fragile:task: RuntimeError: seed 6 [/is] odd")
+    assert f"simfbo/seed-6: failed: error: {reason}" in err.splitlines()
+    assert "Traceback" not in err + out
+    completed = read_summary(Path("runs", "simfbo", "seed-5"))
+    assert (completed["status"], completed["seed"]) == ("completed", 5)
+    assert Path("runs", "report.html").exists()
+    code, out, err = invoke("compare", "a.toml", *options, "--resume", "--json")
+    printed = json.loads(out)
+    assert (code, list(printed["failed"])) == (2, ["simfbo/seed-6"])
+    assert [(row["algorithm"], row["seeds"]) for row in printed["ranked"]] == [("simfbo", 1)]

@@ -1,0 +1,51 @@
+"""`fedbilevel report` and `fedbilevel export`: pages, figures and trained modules of runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedbilevel as fb
+from fedbilevel import data
+from tests.support.tool import assert_refused, invoke, invoke_ok, read_summary
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a short run on digits."""
+    folder = tmp_path_factory.mktemp("digits") / "run"
+    invoke_ok("run", "digits", "--rounds", 3, "--out", folder)
+    return folder
+
+
+@pytest.mark.xdist_group("exported")
+def test_an_exported_module_has_the_accuracy_of_the_run(digits: Path, tmp_path: Path) -> None:
+    run = fb.load_run(digits)
+    assert (run.status, run.config["algorithm"]["name"]) == ("completed", "simfbo")
+    assert [evaluation["round"] for evaluation in run.history] == [0, 1, 2, 3]
+    outcome = invoke("export", digits, "--out", tmp_path / "model.safetensors")
+    assert outcome == (0, f"written: {tmp_path / 'model.safetensors'}\n", "")
+    net = fb.nets.mlp(64, 64, 10)
+    net.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    images, labels = data.load("digits").test
+    with torch.no_grad():
+        accuracy = float((net(images).argmax(-1) == labels).float().mean())
+    assert accuracy == read_summary(digits)["final_test_accuracy"]
+
+
+@pytest.mark.xdist_group("exported")
+def test_what_cannot_be_exported_is_named(digits: Path, tmp_path: Path) -> None:
+    unwritable = tmp_path / "no" / "model.safetensors"
+    assert_refused(invoke("export", digits, "--out", unwritable), "model.safetensors")
+    assert_refused(invoke("export", tmp_path, "--out", tmp_path / "model"), "config.toml")
+
+
+@pytest.mark.xdist_group("exported")
+def test_a_page_and_a_figure_are_written(digits: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    figure = tmp_path / "figure.pdf"
+    outcome = invoke("report", digits, "--out", page, "--figure", figure)
+    assert outcome == (0, f"page: {page}\nfigure: {figure}\n", "")
+    assert page.read_text().startswith("<!doctype html>")
+    assert figure.read_bytes().startswith(b"%PDF")

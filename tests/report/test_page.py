@@ -1,0 +1,194 @@
+"""The page: its contents, and its behaviour in a real browser."""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from fedbilevel import report
+from fedbilevel.report._page import page
+from fedbilevel.runs import folder
+from tests.support.synthetic_runs import run_with, write_comparison, write_run
+
+HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>&amp;"
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-quic",
+)
+
+
+# Contents.
+
+
+def test_page_holds_the_table_the_configs_and_why_a_run_ended(tmp_path: Path) -> None:
+    write_comparison(tmp_path, algorithms=2, seeds=3)
+    file = tmp_path / "fedbio" / "seed-1" / "summary.json"
+    file.write_text(
+        json.dumps(
+            {**json.loads(file.read_text()), "status": "diverged", "reason": "upper_loss is nan"}
+        )
+    )
+    html = page([folder.read(path) for path in folder.find([tmp_path])])
+    assert "2 curves from 6 runs." in html
+    assert "fedbio, seed 1: diverged, upper_loss is nan" in html
+    assert "2 completed, 1 diverged" in html
+    assert "Communication rounds to test accuracy" in html
+    assert "Virtual time" not in html  # all zero in these runs
+    assert "partition = &quot;dirichlet&quot;" in html
+
+
+def test_page_without_accuracy_shows_losses_alone() -> None:
+    html = page([run_with(seed, [0, 1, 2], [3, 2, 1], "upper_loss") for seed in (0, 1)])
+    assert "Final upper loss" in html
+    assert "Final accuracy" not in html
+    assert 'id="test_accuracy"' not in html
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hold no evaluation past round 0"):
+        page([run_with(0, [], [])])
+    path = write_run(tmp_path / "run", "fedbio", 0)
+    (path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="hold no evaluation past round 0"):
+        report.write_figure([path], tmp_path / "figure.pdf")
+
+
+def test_largest_page_is_small_and_quick(tmp_path: Path) -> None:
+    write_comparison(tmp_path / "runs", algorithms=8, seeds=5, evaluations=2000)
+    start = time.perf_counter()
+    report.write_page([tmp_path / "runs"], tmp_path / "page.html")
+    assert time.perf_counter() - start < 10
+    assert (tmp_path / "page.html").stat().st_size < 10_000_000
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: the page was not opened in a browser")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("page")
+    runs = write_comparison(out / "runs", algorithms=8, seeds=3)
+    for file in (runs / "mdbo").glob("*/config.toml"):
+        file.write_text(file.read_text().replace('name = "mdbo"', f"name = {json.dumps(HOSTILE)}"))
+    summary = runs / "mdbo" / "seed-0" / "summary.json"
+    hostile = {
+        "status": HOSTILE,
+        "reason": HOSTILE,
+        "ledger": {HOSTILE: json.loads(summary.read_text())},
+    }
+    summary.write_text(json.dumps(hostile))
+    report.write_page([runs], out / "page.html")
+    return out / "page.html"
+
+
+@pytest.fixture
+def opened(browser: Browser, html: Path) -> Iterator[Page]:
+    """The page, opened; after the test it must have reported no error and asked for nothing outside."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    tab = context.new_page()
+    troubles: list[str] = []
+    tab.on("console", lambda message: troubles.append(message.text))
+    tab.on("pageerror", lambda error: troubles.append(str(error)))
+    allowed = ("file:", "data:", "blob:")
+    tab.on(
+        "request",
+        lambda request: None if request.url.startswith(allowed) else troubles.append(request.url),
+    )
+    tab.goto(html.as_uri())
+    tab.wait_for_selector("#hypergradient_norm .xtitle")
+    yield tab
+    context.close()
+    assert troubles == []
+
+
+def lines(tab: Page, chart: str) -> int:
+    return tab.locator(f"#{chart} .scatter .lines path").count()
+
+
+def test_axis_switches_by_keyboard(opened: Page) -> None:
+    title = opened.locator("#test_accuracy .xtitle")
+    expect(title).to_have_text("Communication rounds")
+    opened.get_by_role("radio", name="Communication rounds").focus()
+    opened.keyboard.press("ArrowRight")
+    expect(title).to_have_text("Bytes up and down (GB)")
+    expect(opened.locator("#upper_loss .xtitle")).to_have_text("Bytes up and down (GB)")
+    table = opened.locator("[data-axis]:visible")
+    expect(table).to_have_count(1)
+    expect(table).to_contain_text("Bytes up and down to test accuracy")
+
+
+def test_a_curve_hides_by_its_checkbox_and_by_the_legend(opened: Page) -> None:
+    everything = lines(opened, "upper_loss")
+    box = opened.get_by_role("checkbox", name="fednest")
+    box.focus()
+    opened.keyboard.press("Space")
+    one = everything - lines(opened, "upper_loss")
+    assert one > 0
+    opened.locator("#test_accuracy .legendtoggle").first.click()
+    expect(opened.get_by_role("checkbox").first).not_to_be_checked()
+    assert (
+        lines(opened, "test_accuracy")
+        == lines(opened, "hypergradient_norm")
+        == everything - 2 * one
+    )
+    box.focus()
+    opened.keyboard.press("Space")
+    assert lines(opened, "upper_loss") == everything - one
+
+
+def test_dark_mode_colours_page_and_chart_while_open(opened: Page) -> None:
+    body, chart = opened.locator("body"), opened.locator("#test_accuracy .main-svg").first
+    curve_line = opened.locator("#test_accuracy .legendlines path").first
+    for scheme, back, colour in (
+        ("light", "rgb(255, 255, 255)", "rgb(0, 114, 178)"),
+        ("dark", "rgb(20, 23, 27)", "rgb(74, 168, 224)"),
+    ):
+        opened.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        expect(body).to_have_css("background-color", back)
+        expect(chart).to_have_css("background-color", back)
+        expect(curve_line).to_have_css("stroke", colour)
+
+
+def test_a_phone_scrolls_in_one_direction(opened: Page) -> None:
+    opened.set_viewport_size({"width": 390, "height": 844})
+    expect(opened.locator("#test_accuracy .main-svg").first).to_have_css("width", "358px")
+    assert opened.evaluate("document.documentElement.scrollWidth") <= 390
+    assert opened.locator("[data-axis]:visible .scroll").evaluate(
+        "box => box.scrollWidth > box.clientWidth"
+    )
+
+
+def test_a_chart_saves_as_an_image(opened: Page) -> None:
+    opened.locator("#test_accuracy").hover()
+    with opened.expect_download() as download:
+        opened.locator("#test_accuracy .modebar-btn").first.click()
+    assert download.value.path().read_bytes().startswith(b"\x89PNG")
+
+
+def test_hostile_text_is_only_text(opened: Page) -> None:
+    assert opened.evaluate("window.hurt") is None
+    assert opened.locator("img").count() == 0
+    assert opened.get_by_role("checkbox", name=HOSTILE).count() == 1
+    assert HOSTILE in opened.locator("#test_accuracy .legendtext").all_text_contents()
