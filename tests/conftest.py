@@ -1,4 +1,7 @@
-"""One thread a process: the problems here are small, and threads that wait for each other are slower than one."""
+"""Settings of every test process.
+
+Each has one thread: the problems are small, and threads that wait for each other would be slower.
+"""
 
 import logging
 import signal
@@ -9,23 +12,26 @@ import fedbilevel
 
 fedbilevel.configure_process()
 
-import torch  # noqa: E402  (reads how its threads wait when it is imported)
+import torch  # noqa: E402  (the settings above must be made before it is imported)
 
 torch.set_num_threads(1)
-# A shell starts background jobs with SIGINT ignored, and every process that tests interrupt would inherit that.
+# A shell starts background jobs with SIGINT ignored, and processes that tests interrupt would
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _log_level() -> None:
-    """Commands that were called in this process (`--quiet`) have set the level for the process."""
+    """Reset the log level, which a command with `--quiet` changes for the whole process."""
     logging.getLogger("fedbilevel").setLevel(logging.NOTSET)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of a group need the machine, or a fixture, for themselves: that they are kept together is not taken for
-    granted."""
+    """Check that pytest-xdist keeps the tests of a group on one worker.
+
+    They need the machine, or a fixture, to themselves.
+    """
     if config.getoption("loadgroup", False):  # in a worker
         for item in items:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:

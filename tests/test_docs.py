@@ -1,4 +1,4 @@
-"""What the documents show is run."""
+"""The pages of the documentation: snippets run, links lead somewhere, lists are complete."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 def snippets(page: Path) -> list[str]:
-    return re.findall(
-        r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
+    """Return the Python snippets of a page."""
+    text = page.read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name
 )
-def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fb.algorithms.registry, "_registry", dict(fb.algorithms.registry._registry))
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -44,9 +44,8 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: Any) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
-        assert (page.parent / target).exists(), (
-            f"{page.name} links to {target}, which does not exist"
-        )
+        message = f"{page.name} links to {target}, which does not exist"
+        assert (page.parent / target).exists(), message
 
 
 def test_the_readme_lists_every_algorithm() -> None:
@@ -65,10 +64,11 @@ def test_the_errata_name_tests_that_exist() -> None:
     named = set(re.findall(r"`(test_\w+)", page))
     assert named
     assert [name for name in named if f"def {name}(" not in defined] == []
-    rows = [
-        re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("|")
-    ]
+    rows = []
+    for line in page.splitlines():
+        if line.startswith("|"):
+            rows.append(re.split(r"(?<!\\)\|", line)[1:-1])
     claims = [row for row in rows if len(row) == 4 and row[0].strip() not in ("where", "---")]
     assert len(claims) > 50
     assert [row[0] for row in claims if not re.search(r"`test_|^ reading", row[2])] == []
-    assert {len(row) for row in rows} == {2, 4}, "a bar in a cell is written \\|"
+    assert {len(row) for row in rows} == {2, 4}, "a bar within a cell must be written \\|"

@@ -6,7 +6,7 @@ from fedbilevel.report._axes import AXES, Spread
 
 
 @pytest.mark.parametrize(
-    ("axis", "spread", "text"),
+    ("axis", "cost", "text"),
     [
         ("round", Spread(120, 0, 1), "120"),
         ("round", Spread(7, 0, 1), "7"),
@@ -21,5 +21,5 @@ from fedbilevel.report._axes import AXES, Spread
         ("wall_s", Spread(4321.5, 0, 1), "4,322 s"),
     ],
 )
-def test_costs_are_shown_in_readable_units(axis: str, spread: Spread, text: str) -> None:
-    assert AXES[axis].format(spread) == text
+def test_costs_are_written_in_readable_units(axis: str, cost: Spread, text: str) -> None:
+    assert AXES[axis].format(cost) == text

@@ -4,10 +4,11 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 from fedbilevel import report
 from fedbilevel.report._page import page
@@ -15,8 +16,8 @@ from fedbilevel.runs import folder
 from tests.support.synthetic_runs import run_with, write_comparison, write_run
 
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>&amp;"
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
 FLAGS = (
     "--no-sandbox",
@@ -32,40 +33,48 @@ FLAGS = (
 # Contents.
 
 
-def test_page_holds_the_table_the_configs_and_why_a_run_ended(tmp_path: Path) -> None:
+def test_it_holds_the_ranking_the_configs_and_why_a_run_ended(tmp_path: Path) -> None:
     write_comparison(tmp_path, algorithms=2, seeds=3)
     file = tmp_path / "fedbio" / "seed-1" / "summary.json"
-    file.write_text(
-        json.dumps(
-            {**json.loads(file.read_text()), "status": "diverged", "reason": "upper_loss is nan"}
-        )
-    )
+    summary = json.loads(file.read_text())
+    summary["status"] = "diverged"
+    summary["reason"] = "upper_loss is nan"
+    file.write_text(json.dumps(summary))
     html = page([folder.read(path) for path in folder.find([tmp_path])])
     assert "2 curves from 6 runs." in html
     assert "fedbio, seed 1: diverged, upper_loss is nan" in html
     assert "2 completed, 1 diverged" in html
     assert "Communication rounds to test accuracy" in html
-    assert "Virtual time" not in html  # all zero in these runs
-    assert "partition = &quot;dirichlet&quot;" in html
+    assert "Virtual time" not in html  # it is zero in these runs
+    assert 'partition = "dirichlet"' in unescape(html)
 
 
-def test_page_without_accuracy_shows_losses_alone() -> None:
+def test_runs_without_accuracy_have_no_columns_about_it() -> None:
     html = page([run_with(seed, [0, 1, 2], [3, 2, 1], "upper_loss") for seed in (0, 1)])
     assert "Final upper loss" in html
     assert "Final accuracy" not in html
     assert 'id="test_accuracy"' not in html
 
 
-def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+def test_costs_that_older_runs_do_not_have_are_left_out(tmp_path: Path) -> None:
+    run = folder.read(write_run(tmp_path / "run", "fedbio", 0, 2))
+    assert run.summary is not None
+    html = page([run])
+    assert '<h2 id="clients">Cost by client</h2>' in html
+    assert '<th class="text" scope="col">Clients</th>' in html
+    del run.summary["clients"]
+    del run.summary["ledger"]["lower"]["flops"]
+    html = page([run])
+    assert '<th class="text" scope="col">Clients</th>' not in html
+    assert "nan FLOP" not in html
+
+
+def test_runs_without_an_evaluation_to_draw_are_refused() -> None:
     with pytest.raises(ValueError, match="hold no evaluation past round 0"):
         page([run_with(0, [], [])])
-    path = write_run(tmp_path / "run", "fedbio", 0)
-    (path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="hold no evaluation past round 0"):
-        report.write_figure([path], tmp_path / "figure.pdf")
 
 
-def test_largest_page_is_small_and_quick(tmp_path: Path) -> None:
+def test_a_page_about_many_long_runs_is_small_and_written_quickly(tmp_path: Path) -> None:
     write_comparison(tmp_path / "runs", algorithms=8, seeds=5, evaluations=2000)
     start = time.perf_counter()
     report.write_page([tmp_path / "runs"], tmp_path / "page.html")
@@ -88,6 +97,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page about runs, one of which has hostile names."""
     out = tmp_path_factory.mktemp("page")
     runs = write_comparison(out / "runs", algorithms=8, seeds=3)
     for file in (runs / "mdbo").glob("*/config.toml"):
@@ -105,29 +115,30 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(browser: Browser, html: Path) -> Iterator[Page]:
-    """The page, opened; after the test it must have reported no error and asked for nothing outside."""
+    """The page in a tab; the test fails if it reports an error or requests anything outside."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
     tab = context.new_page()
-    troubles: list[str] = []
-    tab.on("console", lambda message: troubles.append(message.text))
-    tab.on("pageerror", lambda error: troubles.append(str(error)))
-    allowed = ("file:", "data:", "blob:")
-    tab.on(
-        "request",
-        lambda request: None if request.url.startswith(allowed) else troubles.append(request.url),
-    )
+    problems: list[str] = []
+
+    def check_request(request: Request) -> None:
+        if not request.url.startswith(("file:", "data:", "blob:")):
+            problems.append(request.url)
+
+    tab.on("console", lambda message: problems.append(message.text))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("request", check_request)
     tab.goto(html.as_uri())
     tab.wait_for_selector("#hypergradient_norm .xtitle")
     yield tab
     context.close()
-    assert troubles == []
+    assert problems == []
 
 
-def lines(tab: Page, chart: str) -> int:
+def count_lines(tab: Page, chart: str) -> int:
     return tab.locator(f"#{chart} .scatter .lines path").count()
 
 
-def test_axis_switches_by_keyboard(opened: Page) -> None:
+def test_the_axis_can_be_changed_with_the_keyboard(opened: Page) -> None:
     title = opened.locator("#test_accuracy .xtitle")
     expect(title).to_have_text("Communication rounds")
     opened.get_by_role("radio", name="Communication rounds").focus()
@@ -139,28 +150,26 @@ def test_axis_switches_by_keyboard(opened: Page) -> None:
     expect(table).to_contain_text("Bytes up and down to test accuracy")
 
 
-def test_a_curve_hides_by_its_checkbox_and_by_the_legend(opened: Page) -> None:
-    everything = lines(opened, "upper_loss")
+def test_a_curve_can_be_hidden_by_its_checkbox_and_in_the_legend(opened: Page) -> None:
+    all_lines = count_lines(opened, "upper_loss")
     box = opened.get_by_role("checkbox", name="fednest")
     box.focus()
     opened.keyboard.press("Space")
-    one = everything - lines(opened, "upper_loss")
-    assert one > 0
+    lines_per_curve = all_lines - count_lines(opened, "upper_loss")
+    assert lines_per_curve > 0
     opened.locator("#test_accuracy .legendtoggle").first.click()
     expect(opened.get_by_role("checkbox").first).not_to_be_checked()
-    assert (
-        lines(opened, "test_accuracy")
-        == lines(opened, "hypergradient_norm")
-        == everything - 2 * one
-    )
+    assert count_lines(opened, "test_accuracy") == all_lines - 2 * lines_per_curve
+    assert count_lines(opened, "hypergradient_norm") == all_lines - 2 * lines_per_curve
     box.focus()
     opened.keyboard.press("Space")
-    assert lines(opened, "upper_loss") == everything - one
+    assert count_lines(opened, "upper_loss") == all_lines - lines_per_curve
 
 
-def test_dark_mode_colours_page_and_chart_while_open(opened: Page) -> None:
-    body, chart = opened.locator("body"), opened.locator("#test_accuracy .main-svg").first
-    curve_line = opened.locator("#test_accuracy .legendlines path").first
+def test_page_and_charts_follow_the_colour_scheme_while_open(opened: Page) -> None:
+    body = opened.locator("body")
+    chart = opened.locator("#test_accuracy .main-svg").first
+    legend_line = opened.locator("#test_accuracy .legendlines path").first
     for scheme, back, colour in (
         ("light", "rgb(255, 255, 255)", "rgb(0, 114, 178)"),
         ("dark", "rgb(20, 23, 27)", "rgb(74, 168, 224)"),
@@ -168,10 +177,10 @@ def test_dark_mode_colours_page_and_chart_while_open(opened: Page) -> None:
         opened.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         expect(body).to_have_css("background-color", back)
         expect(chart).to_have_css("background-color", back)
-        expect(curve_line).to_have_css("stroke", colour)
+        expect(legend_line).to_have_css("stroke", colour)
 
 
-def test_a_phone_scrolls_in_one_direction(opened: Page) -> None:
+def test_on_a_phone_only_tables_scroll_sideways(opened: Page) -> None:
     opened.set_viewport_size({"width": 390, "height": 844})
     expect(opened.locator("#test_accuracy .main-svg").first).to_have_css("width", "358px")
     assert opened.evaluate("document.documentElement.scrollWidth") <= 390
@@ -180,14 +189,14 @@ def test_a_phone_scrolls_in_one_direction(opened: Page) -> None:
     )
 
 
-def test_a_chart_saves_as_an_image(opened: Page) -> None:
+def test_a_chart_can_be_saved_as_an_image(opened: Page) -> None:
     opened.locator("#test_accuracy").hover()
     with opened.expect_download() as download:
         opened.locator("#test_accuracy .modebar-btn").first.click()
     assert download.value.path().read_bytes().startswith(b"\x89PNG")
 
 
-def test_hostile_text_is_only_text(opened: Page) -> None:
+def test_hostile_names_are_shown_as_text(opened: Page) -> None:
     assert opened.evaluate("window.hurt") is None
     assert opened.locator("img").count() == 0
     assert opened.get_by_role("checkbox", name=HOSTILE).count() == 1

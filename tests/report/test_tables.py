@@ -1,6 +1,7 @@
 """The tables of a report: ranking, costs to targets, costs by phase and by client."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,20 @@ import pytest
 from fedbilevel import report
 from fedbilevel.report._axes import Spread
 from fedbilevel.report._curves import group_runs
-from fedbilevel.report._page import page
-from fedbilevel.report._tables import client_costs, phase_costs, rank, table_rows
+from fedbilevel.report._tables import (
+    PHASE_COSTS,
+    client_costs,
+    config_differences,
+    phase_costs,
+    rank,
+    table_rows,
+)
 from fedbilevel.runs import folder
+from fedbilevel.runs.folder import RunFolder
 from tests.support.synthetic_runs import run_with, write_comparison, write_run
 
 
-def test_costs_to_targets() -> None:
+def test_the_cost_to_a_target_is_over_the_seeds_that_reached_it() -> None:
     runs = [
         run_with(0, [0, 10, 20, 30], [0.1, 0.8, 0.79, 0.92]),
         run_with(1, [0, 10, 20, 30], [0.1, 0.5, 0.85, 0.88]),
@@ -26,33 +34,33 @@ def test_costs_to_targets() -> None:
     assert row.cost["round"][0.9] == Spread(30.0, 0.0, 1)
     assert row.cost["round"][0.93] is None
     assert row.reached("round").keys() == {0.8}
-    assert row.accuracy == Spread(
-        pytest.approx(0.9), pytest.approx(np.std([0.92, 0.88], ddof=1)), 2
-    )
-    assert (row.loss, row.seeds, row.statuses) == (None, 2, {"unfinished": 2})
+    std = np.std([0.92, 0.88], ddof=1)
+    assert row.accuracy == Spread(pytest.approx(0.9), pytest.approx(std), 2)
+    assert row.loss is None
+    assert row.seeds == 2
+    assert row.statuses == {"unfinished": 2}
 
 
-def test_rank_is_highest_target_then_cost_then_final_values() -> None:
+def labels_by_rank(runs: Sequence[RunFolder]) -> list[str]:
+    return [row.label for row in rank(table_rows(group_runs(runs)), "round")]
+
+
+def test_rows_are_ranked_by_highest_target_then_cost_then_final_values() -> None:
     runs = [
         run_with(0, [0, 10, 20], [0.1, 0.85, 0.96], name="slow"),
         run_with(0, [0, 10, 20], [0.1, 0.96, 0.95], name="fast"),
         run_with(0, [0, 1, 20], [0.1, 0.85, 0.86], name="low"),
         run_with(0, [0, 1, 20], [0.1, 0.2, 0.3], name="lowest"),
     ]
-    assert [row.label for row in rank(table_rows(group_runs(runs)), "round")] == [
-        "fast",
-        "slow",
-        "low",
-        "lowest",
-    ]
+    assert labels_by_rank(runs) == ["fast", "slow", "low", "lowest"]
     losses = [
         run_with(0, [0, 1], [2, 0.5], "upper_loss", "b"),
         run_with(0, [0, 1], [2, 0.7], "upper_loss", "a"),
     ]
-    assert [row.label for row in rank(table_rows(group_runs(losses)), "round")] == ["b", "a"]
+    assert labels_by_rank(losses) == ["b", "a"]
 
 
-def test_ranked_reads_folders(tmp_path: Path) -> None:
+def test_run_folders_are_ranked_along_an_axis(tmp_path: Path) -> None:
     write_comparison(tmp_path, algorithms=3, seeds=2)
     table = report.ranked([tmp_path], "bytes")
     assert {row.label for row in table} == {"fedbio", "fedbioacc", "fednest"}
@@ -61,54 +69,49 @@ def test_ranked_reads_folders(tmp_path: Path) -> None:
         report.ranked([tmp_path], "miles")
 
 
-def test_ledger_is_the_mean_over_finished_seeds(tmp_path: Path) -> None:
+def test_settings_that_differ_are_listed_with_the_value_of_each_group(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "fedbio", 0, 2, algorithm={"name": "fedbio", "lr_x": 0.1})
+    write_run(tmp_path / "b", "fedbio", 0, 2, algorithm={"name": "fedbio", "lr_x": 0.5})
+    write_run(tmp_path / "c", "mdbo", 1, 2)
+    groups = group_runs(folder.read(path) for path in folder.find([tmp_path]))
+    differences = config_differences(groups)
+    assert differences["algorithm.lr_x"] == [0.1, 0.5, 0.1]
+    assert differences["algorithm.local_steps"] == [None, None, 5]
+    assert not {"seed", "data.name", "algorithm.name"} & differences.keys()
+
+
+def test_phase_costs_are_means_over_finished_seeds(tmp_path: Path) -> None:
     for seed, phases in enumerate([{"lower": 10, "upper": 4}, {"lower": 20}]):
         path = write_run(tmp_path / f"seed-{seed}", "fedbio", seed, 2)
         summary = json.loads((path / "summary.json").read_text())
-        columns = (
-            "rounds",
-            "bytes_up",
-            "bytes_down",
-            "samples",
-            "gradients",
-            "flops",
-            "peak_bytes",
-        )
-        summary["ledger"] = {phase: dict.fromkeys(columns, cost) for phase, cost in phases.items()}
+        summary["ledger"] = {}
+        for phase, cost in phases.items():
+            summary["ledger"][phase] = dict.fromkeys(PHASE_COSTS, cost)
         (path / "summary.json").write_text(json.dumps(summary))
-    (write_run(tmp_path / "seed-2", "fedbio", 2, 2) / "summary.json").unlink()
-    (one,) = group_runs(folder.read(path) for path in folder.find([tmp_path]))
-    assert {phase: cost["bytes_up"] for phase, cost in phase_costs(one).items()} == {
-        "lower": 15,
-        "upper": 2,
-    }
+    unfinished = write_run(tmp_path / "seed-2", "fedbio", 2, 2)
+    (unfinished / "summary.json").unlink()
+    (group,) = group_runs(folder.read(path) for path in folder.find([tmp_path]))
+    bytes_up = {phase: cost["bytes_up"] for phase, cost in phase_costs(group).items()}
+    assert bytes_up == {"lower": 15, "upper": 2}
 
 
-def test_what_clients_paid_is_the_mean_over_finished_seeds_and_older_runs_have_none(
-    tmp_path: Path,
-) -> None:
-    small, large = (
-        {"bytes_up": 1, "bytes_down": 2, "peak_bytes": 10},
-        {"bytes_up": 3, "bytes_down": 4, "peak_bytes": 20},
-    )
-    for seed, entries in enumerate(
-        [[{**small, "clients": 3, "flops": 8}], [{**small, "clients": 1, "flops": 16}], None]
-    ):
+def test_client_costs_are_means_over_finished_seeds_for_each_peak_memory(tmp_path: Path) -> None:
+    small = {"bytes_up": 1, "bytes_down": 2, "peak_bytes": 10}
+    large = {"bytes_up": 3, "bytes_down": 4, "peak_bytes": 20, "clients": 2, "flops": 100}
+    for seed, clients, flops in ((0, 3, 8), (1, 1, 16)):
         path = write_run(tmp_path / f"seed-{seed}", "fedbio", seed, 2)
         summary = json.loads((path / "summary.json").read_text())
-        summary["clients"] = [*(entries or []), {**large, "clients": 2, "flops": 100}]
-        if entries is None:
-            del summary["clients"]
-            summary["ledger"]["lower"].pop("flops")
+        summary["clients"] = [{**small, "clients": clients, "flops": flops}, large]
         (path / "summary.json").write_text(json.dumps(summary))
-    runs = [folder.read(path) for path in folder.find([tmp_path])]
-    (one,) = group_runs(runs[:2])
-    assert client_costs(one) == [
-        {**small, "clients": 2, "flops": 10},
-        {**large, "clients": 2, "flops": 100},
-    ]
-    assert '<h2 id="clients">Cost by client</h2>' in page(runs[:2])
-    (old,) = group_runs(runs[2:])
-    assert client_costs(old) == []
-    assert np.isnan(phase_costs(old)["lower"]["flops"])
-    assert "nan FLOP" not in page(runs[2:])
+    (group,) = group_runs(folder.read(path) for path in folder.find([tmp_path]))
+    assert client_costs(group) == [{**small, "clients": 2, "flops": 10}, large]
+
+
+def test_costs_that_older_runs_do_not_have_are_unknown(tmp_path: Path) -> None:
+    run = folder.read(write_run(tmp_path / "run", "fedbio", 0, 2))
+    assert run.summary is not None
+    del run.summary["clients"]
+    del run.summary["ledger"]["lower"]["flops"]
+    (group,) = group_runs([run])
+    assert client_costs(group) == []
+    assert np.isnan(phase_costs(group)["lower"]["flops"])

@@ -1,4 +1,4 @@
-"""Run folders: how they are found and read, and what a damaged file is called."""
+"""Run folders: how they are found and read; damaged files are named."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from fedbilevel.runs import folder
 from tests.support.synthetic_runs import write_comparison, write_run
 
 
-def test_a_cut_off_last_line_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", "fedbio", 0, evaluations=4)
     file = path / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
     assert [line["round"] for line in folder.read(path).history] == [0, 10, 20]
 
 
-def test_a_damaged_line_before_the_last_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_line_before_the_last_is_refused(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", "fedbio", 0, evaluations=3)
     lines = (path / "metrics.jsonl").read_text().splitlines()
     (path / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:-5], lines[2]]))
@@ -63,7 +63,7 @@ def test_runs_are_found_once_at_or_below_the_paths(tmp_path: Path) -> None:
     assert [str(path.relative_to((tmp_path / "all").resolve())) for path in found] == names
 
 
-def test_paths_without_runs_are_an_error(tmp_path: Path) -> None:
+def test_paths_without_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"holds no run: expected config\.toml and metrics\.jsonl"
     ):

@@ -1,4 +1,4 @@
-"""What docs/architecture.md defines: a stage and a transport, each read from the page and executed."""
+"""The stage and the transport of docs/architecture.md, made by running its snippets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 def snippets() -> list[str]:
-    return re.findall(
-        r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
+    """Return the Python snippets of the page."""
+    text = PAGE.read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 @functools.cache
 def names() -> dict[str, Any]:
-    """Everything that the page's snippets define; a class is registered once, however often it is asked for."""
-    found: dict[str, Any] = {"__name__": "architecture"}
+    """Return all names that the snippets define.
+
+    They run only once, because a class cannot be registered twice.
+    """
+    defined: dict[str, Any] = {"__name__": "architecture"}
     for snippet in snippets():
-        exec(compile(snippet, str(PAGE), "exec", dont_inherit=True), found)
-    return found
+        exec(compile(snippet, str(PAGE), "exec", dont_inherit=True), defined)
+    return defined

@@ -115,7 +115,8 @@ Step = Annotated[Any, settings.Rule("number above 0, or a schedule", _check, _re
 """A step size: a number above 0, or a schedule.
 
 The type is `Any`, because a field may hold a schedule in the settings that a user writes, and holds
-a float by the time `iterate` and the phases see it (`Algorithm.at` evaluates the schedules).
+a float by the time `iterate` and the phases see it: `Algorithm.at` (algorithms/base.py) evaluates
+the schedules.
 """
 
 

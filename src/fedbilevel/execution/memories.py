@@ -1,4 +1,7 @@
-"""What clients remember between their tasks.
+"""What clients remember between their tasks, in a simulation.
+
+What a client remembers is declared by its phase (`Phase.remembers`, federation/phase.py) and by
+stages with error feedback. A real client keeps it in a local file (deploy/flower/client.py).
 
 `Memories` maps clients to memories. The recently used ones are cached, the others are in an
 append-only file, so that a run may have more clients than fit into memory.

@@ -1,7 +1,9 @@
 """Replies: what clients answered in one exchange, checked, weighted and averaged.
 
-Here a reply of a wrong shape or dtype, or with a value that is not finite, is refused; `kinds.py`
-has the check of shapes. A reply that is late never gets here (`transport.py`).
+A reply of a wrong shape or dtype, or with a value that is not finite, is refused here; `kinds.py`
+has the check of shapes. A late reply never gets here: the transport gives its task up at the
+deadline, in a simulation by `OutcomeSampler.draw_outcomes` (transports/_faults.py), on Flower by
+`FlowerTransport._lose_late_task` (deploy/flower/transport.py).
 """
 
 from __future__ import annotations

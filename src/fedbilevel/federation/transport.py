@@ -1,8 +1,14 @@
 """What a federation expects of a transport, and what a transport reports.
 
 A transport carries tasks to clients and reports what becomes of them. Checks, averages, quorums and
-costs belong to the federation. A reply that is late is a transport's matter: it reports the task as
-`Missed`, and does not report the reply when it arrives after all.
+costs belong to the federation.
+
+A task that brings no reply is lost: the transport reports it as `Missed`. A late reply is refused
+by the transport: it gives the task up at the deadline, reports it as `Missed`, and never reports
+the reply, in a simulation by `OutcomeSampler.draw_outcomes` (transports/_faults.py), on Flower by
+`FlowerTransport._lose_late_task` (deploy/flower/transport.py). A reply that arrives but cannot be
+read is reported as `Rejected`. A reply that arrives with a wrong shape or value is refused by the
+federation (replies.py).
 """
 
 from __future__ import annotations
@@ -183,7 +189,7 @@ class Transport(ABC):
             RuntimeError: This transport has a real clock.
         """
         raise RuntimeError(
-            "only a simulation can leave an exchange out of costs and time; aphe must be 'clients'"
+            "only a simulation can leave an exchange out of costs and time"
         )
 
     def mark(self) -> Any:

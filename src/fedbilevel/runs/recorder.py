@@ -1,4 +1,8 @@
-"""Records a run in a folder: config.toml, metrics.jsonl, checkpoint/ and summary.json."""
+"""Writes a run to a folder (config.toml, metrics.jsonl, checkpoint/, summary.json), and resumes it.
+
+A killed run resumes from its last checkpoint: `Recorder._restore` sets the state, and the lines of
+metrics.jsonl after the checkpoint are cut off.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +62,8 @@ class Recorder:
     Args:
         run: The run.
         path: The folder, which is created if necessary.
-        config: The resolved experiment, for config.toml; a resumed run must have the same one, up
-            to its budget.
+        config: The resolved experiment, for config.toml; a resumed run must have the same one,
+            except for its budget and title.
         resume: Whether to continue the run in the folder, if there is one.
         checkpoint_every: The number of iterations between two checkpoints. There is always one
             after the first evaluation and one at the end.
@@ -106,7 +110,7 @@ class Recorder:
         self._metrics_bytes = 0  # the length of metrics.jsonl at the checkpoint
         run.fed.transport.store_in(self.checkpoint.parent)
         check_writable(path, config, resume)
-        if self.checkpoint.exists():
+        if self.checkpoint.exists():  # and `check_writable` has found that it is to be resumed
             self._restore(checkpoint.load(self.checkpoint))
 
     def __iter__(self) -> Iterator[Metrics]:
@@ -118,7 +122,7 @@ class Recorder:
         if ranks.rank() == 0:
             yield from self._record(evaluations)
         else:
-            yield from self._take_part(evaluations)
+            yield from self._iterate_without_writing(evaluations)
 
     def summary(self) -> dict[str, Any]:
         """Return the summary of the run so far, as it is written to summary.json.
@@ -161,7 +165,7 @@ class Recorder:
 
     def _record(self, evaluations: Iterable[Metrics]) -> Iterator[Metrics]:
         with self._locked_folder():
-            with self._named_write_errors():
+            with self._add_folder_to_errors():
                 self._metrics_file = (self.path / METRICS).open("ab")
             try:
                 self._prepare_files()
@@ -169,14 +173,14 @@ class Recorder:
                     self._write(metrics)
                     yield metrics
                 self._save()
-                with self._named_write_errors():
+                with self._add_folder_to_errors():
                     summary = json.dumps(self.summary(), indent=2) + "\n"
                     write_atomically(self.path / SUMMARY, summary)
             finally:
                 with suppress(OSError):  # a full disk has already been reported by a write
                     self._metrics_file.close()
 
-    def _take_part(self, evaluations: Iterable[Metrics]) -> Iterator[Metrics]:
+    def _iterate_without_writing(self, evaluations: Iterable[Metrics]) -> Iterator[Metrics]:
         """Iterate on a rank that writes nothing: checkpoints collect the state of all ranks."""
         for metrics in evaluations:
             self._save_if_first()
@@ -189,7 +193,7 @@ class Recorder:
         is_new = not self.path.exists()
         # The lock is released in the thread that ends the iteration, which may be another one.
         lock = FileLock(self.checkpoint.parent / "lock", thread_local=False)
-        with self._named_write_errors():
+        with self._add_folder_to_errors():
             self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             try:
                 held = lock.acquire(blocking=False)
@@ -203,7 +207,7 @@ class Recorder:
                     shutil.rmtree(self.path)
 
     @contextmanager
-    def _named_write_errors(self) -> Iterator[None]:
+    def _add_folder_to_errors(self) -> Iterator[None]:
         """Let errors of the operating system name the folder."""
         try:
             yield
@@ -212,14 +216,14 @@ class Recorder:
 
     def _prepare_files(self) -> None:
         """Write the config; of a resumed run, drop the summary and lines after the checkpoint."""
-        with self._named_write_errors():
+        with self._add_folder_to_errors():
             self._metrics_file.truncate(self._metrics_bytes)
             self._metrics_file.seek(self._metrics_bytes)
             (self.path / SUMMARY).unlink(missing_ok=True)
             write_atomically(self.path / CONFIG, tomli_w.dumps(without_none(self.config)))
 
     def _write(self, metrics: Metrics) -> None:
-        with self._named_write_errors():
+        with self._add_folder_to_errors():
             self._metrics_file.write(json.dumps(_nan_to_none(metrics)).encode() + b"\n")
             self._metrics_file.flush()
         self._save_if_first()
@@ -249,10 +253,11 @@ class Recorder:
             "status": run.status,
             "reason": run.reason,
         }
-        with self._named_write_errors():
+        with self._add_folder_to_errors():
             checkpoint.save(self.checkpoint, value)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
+        """Set the run to the state of a checkpoint."""
         run = self.run
         state_type = type(run.state)
         if saved["state"].keys() != set(state_type._fields):
@@ -272,7 +277,7 @@ class Recorder:
                 f"{self.path / METRICS} has lost lines that were there at the checkpoint"
             )
         run.history = [_none_to_nan(json.loads(line)) for line in lines.splitlines()]
-        if saved["status"] == "diverged":
+        if saved["status"] == "diverged":  # a run that was interrupted or completed may continue
             run.status = "diverged"
             run.reason = saved["reason"]
 

@@ -1,4 +1,7 @@
-"""The loop of a run: iterate the algorithm, evaluate it now and then, and decide when to stop."""
+"""The loop of a run: iterate the algorithm, evaluate it now and then, and decide when to stop.
+
+`Recorder` (recorder.py) writes a run to a folder, and resumes it after it was killed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The virtual clock: a transport that simulates clients in this process, with delays and faults.
 
 Time is virtual: it passes when the server waits, by as much as the delay models say. A late reply,
-one that misses the deadline of an `ask`, is lost (`_faults.py` draws that).
+one that misses the deadline of an `ask`, is lost: `OutcomeSampler.draw_outcomes` in _faults.py
+marks it so.
 """
 
 from __future__ import annotations
@@ -130,11 +131,11 @@ class VirtualClock(Transport):
         if barrier:
             return
         outcomes = self.outcomes.draw_outcomes(tasks, self.now, float("inf"), self.free_at)
-        if not outcomes:
+        if not outcomes:  # there are neither delays nor faults
             outcomes = [Outcome(self.now, task.number, 0, task.client, False) for task in tasks]
         lost = {outcome.number for outcome in outcomes if outcome.lost}
         self.flights |= {task.client: Flight(task) for task in tasks}
-        self.uncomputed |= {task.client: None for task in _without_lost(tasks, lost)}
+        self.uncomputed |= {task.client: None for task in _tasks_to_compute(tasks, lost)}
         for outcome in outcomes:
             heapq.heappush(self.scheduled, outcome)
 
@@ -153,7 +154,7 @@ class VirtualClock(Transport):
             # A client's earlier tasks must leave their memory first.
             self._compute([task.client for task in tasks if task.client in self.uncomputed])
         costs: dict[int, TaskCost] = {}
-        computed = _without_lost(tasks, lost)
+        computed = _tasks_to_compute(tasks, lost)
         for results in self.executor.run(computed, sums=self._sums_suffice(tasks, lost)):
             kept = [j for j, task in enumerate(results.tasks) if task.number not in lost]
             if len(kept) < len(results.tasks):
@@ -169,7 +170,7 @@ class VirtualClock(Transport):
     ) -> Iterator[Report]:
         """Let time pass until tasks with a barrier have ended, and report those without a reply.
 
-        `costs` has the costs of lost tasks that were computed, by the number of the task.
+        `costs` has the costs of tasks computed in a stack with a lost one, by task number.
         """
         by_number = {task.number: task for task in tasks}
         for outcome in sorted(outcomes):
@@ -274,7 +275,7 @@ class VirtualClock(Transport):
             "now": self.now,
             "free_at": dict(self.free_at),
             "uncomputed": list(self.uncomputed),
-            "endings": [tuple(outcome) for outcome in self.scheduled],
+            "scheduled": [tuple(outcome) for outcome in self.scheduled],
             "computed": computed,
             "executors": ranks.all_gather(self.executor.snapshot()),
         }
@@ -284,7 +285,7 @@ class VirtualClock(Transport):
         self._now = snapshot["now"]
         self.free_at = dict(snapshot["free_at"])
         self.uncomputed = dict.fromkeys(snapshot["uncomputed"])
-        self.scheduled = [Outcome(*outcome) for outcome in snapshot["endings"]]
+        self.scheduled = [Outcome(*outcome) for outcome in snapshot["scheduled"]]
         self.flights = {client: Flight(task) for client, task in tasks.items()}
         for client, (values, *cost) in snapshot["computed"].items():
             reply = pytree.tree_map(lambda t: t.to(self.device), values)
@@ -297,7 +298,7 @@ class VirtualClock(Transport):
         self.executor.store_in(folder)
 
 
-def _without_lost(tasks: Sequence[Task], lost: Collection[int]) -> Sequence[Task]:
+def _tasks_to_compute(tasks: Sequence[Task], lost: Collection[int]) -> Sequence[Task]:
     """The tasks that must be computed: a lost task only if its client remembers it."""
     if not lost:
         return tasks

@@ -75,7 +75,7 @@ def _read_cost(cost: Mapping[str, object]) -> TaskCost:
     return TaskCost(**counts)
 
 
-def collect_losses(
+def request_losses(
     members: Members, request: RecordDict, clients: Collection[int], deadline_s: float
 ) -> dict[int, tuple[float, float]]:
     """Ask clients for their losses, and wait for the answers.

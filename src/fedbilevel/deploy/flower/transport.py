@@ -27,7 +27,7 @@ from fedbilevel.deploy.flower._grid import (
     GridConnection,
 )
 from fedbilevel.deploy.flower._members import Members
-from fedbilevel.deploy.flower._replies import collect_losses, read_task_reply
+from fedbilevel.deploy.flower._replies import read_task_reply, request_losses
 from fedbilevel.deploy.flower.wire import encode
 from fedbilevel.execution.losses import evaluation_subset
 from fedbilevel.federation import Federation, QuorumError
@@ -414,7 +414,7 @@ class FlowerTransport(Transport):
         evaluated, share = evaluation_subset(self.seed, self.clients)
         request = encode(job=self.job, table=self.table, x=x, y=y, share=share)
         asked = set(evaluated) & set(self.present)
-        reported = collect_losses(self.members, request, asked, self.conduct.deadline_s)
+        reported = request_losses(self.members, request, asked, self.conduct.deadline_s)
         if not reported:
             return {"upper_loss": float("nan"), "lower_loss": float("nan")}
         total = sum(self._client_weights[client] for client in reported)
