@@ -79,3 +79,12 @@ def test_variance_reduction_shares_the_truncation(name: str) -> None:
     first = run.state.u["x"]
     run.advance()
     torch.testing.assert_close(run.state.u["x"], first, rtol=0, atol=1e-7)
+
+
+def test_storm_keeps_the_complement_of_the_weight() -> None:
+    """With full batches the momentum equals the old direction, and the weight would not show."""
+    new = fb.Tree(x=torch.tensor([5.0]))
+    momentum = fb.Tree(x=torch.tensor([3.0]))
+    old = fb.Tree(x=torch.tensor([1.0]))
+    (renewed,) = shared.storm([new], [momentum], [old], weight=0.25)
+    assert float(renewed["x"]) == 5.0 + 0.75 * (3.0 - 1.0)

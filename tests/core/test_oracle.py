@@ -140,6 +140,12 @@ def test_directions_are_their_five_terms(case, damping):
     close(directions.z, d.H @ v + damping * v - d.f_y)
 
 
+def test_a_hypergradient_is_its_two_terms(case):
+    oracle, x, y, z, batch = case.of(0)
+    d = dense(case.problem, x, y, batch)
+    close(oracle.hypergradient(x, y, z, batch), d.f_x - d.J @ flatten(z))
+
+
 def test_no_term_of_the_cases_is_small(case):
     """If one were, the other tests would not notice its absence."""
     for client in range(CLIENTS):

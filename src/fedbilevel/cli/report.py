@@ -27,9 +27,7 @@ def report(
 
 def export(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
-    out: Annotated[
-        Path, typer.Option(help="The safetensors file to write.")
-    ],
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
 ) -> None:
     """Write the trained module of a run as a state_dict."""
     from safetensors.torch import save

@@ -188,9 +188,7 @@ class Transport(ABC):
         Raises:
             RuntimeError: This transport has a real clock.
         """
-        raise RuntimeError(
-            "only a simulation can leave an exchange out of costs and time"
-        )
+        raise RuntimeError("only a simulation can leave an exchange out of costs and time")
 
     def mark(self) -> Any:
         """Mark the present state, for `rollback`; the previous mark is void."""
