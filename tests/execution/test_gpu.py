@@ -23,9 +23,14 @@ from fedbilevel.execution.stacked._pools import Pools
 from fedbilevel.execution.stacked._trace import trace
 from fedbilevel.federation.delays import Faults
 from fedbilevel.runs.run import Run
-from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import quadratic
-from tests.support.gpu import check_same_run, defer_checks, disable_capture, imitate_gpu
+from tests.support.gpu import (
+    check_same_run,
+    defer_checks,
+    disable_capture,
+    imitate_gpu,
+    network_problem,
+)
 
 METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
 
@@ -91,10 +96,10 @@ def test_a_compiled_task_draws_and_sums_the_same(monkeypatch: pytest.MonkeyPatch
 
 
 def test_features_belong_to_their_clients_even_if_the_pool_is_full() -> None:
-    task = hyper_representation(clients=6, hidden=8, samples=240)
-    x, y = task.problem.start
-    cpu = fb.simulated_federation(task.problem, task.clients)
-    gpu = fb.simulated_federation(task.problem, task.clients)
+    problem, clients = network_problem(clients=6, hidden=8)
+    x, y = problem.start
+    cpu = fb.simulated_federation(problem, clients)
+    gpu = fb.simulated_federation(problem, clients)
     imitate_gpu(gpu)
     gpu.transport.executor.sample_store.pools = Pools(0, "cpu")  # type: ignore[attr-defined]
     for cohort in ([0, 1, 2], [2, 3, 4]):
@@ -118,11 +123,11 @@ def test_lost_corrupted_and_remembered_replies_are_the_same(
     name: str, conditions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defer_checks(monkeypatch)
-    task = hyper_representation(clients=5, hidden=8, samples=200)
+    problem, clients = network_problem(clients=5, hidden=8)
     environment = fb.Environment(batch_size=4, participation=4, **conditions)
     runs = []
     for like_a_gpu in (False, True):
-        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        fed = fb.simulated_federation(problem, clients, environment)
         if like_a_gpu:
             imitate_gpu(fed)
         run = Run(algorithms.get(name)(), fed, {"rounds": 4})
@@ -162,13 +167,13 @@ def test_a_compiled_task_with_dropout_gives_the_numbers_of_a_cpu(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "fedbilevel")
-    task = hyper_representation(clients=4, hidden=16, samples=240, dropout=0.5)
+    problem, clients = network_problem(clients=4, hidden=16, dropout=0.5)
     environment = fb.Environment(local_steps=3, batch_size=8)
     states = []
     for device in ("cpu", "cuda"):
         fed = fb.simulated_federation(
-            task.problem.to(device),
-            task.clients,
+            problem.to(device),
+            clients,
             environment,
             device=device,
             compile=device == "cuda",

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import fedbilevel as fb
 from fedbilevel import algorithms
-from fedbilevel.core.rng import uniform
+from fedbilevel.core.rng import fold_in, normal, root, uniform
 from fedbilevel.core.submodels import Submodel
 from fedbilevel.core.tree import Tree, dot
 from fedbilevel.execution.stacked._cuda_graphs import CudaGraphs
@@ -58,6 +60,34 @@ def defer_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     disable_capture(monkeypatch)
     monkeypatch.setattr(Replies, "add_sums", add_sums_from_gpu)
     monkeypatch.setattr(replies, "fetch_async", lambda tensor: lambda: tensor)
+
+
+def network_problem(
+    clients: int, hidden: int, dropout: float = 0.0
+) -> tuple[fb.Problem, list[fb.ClientData]]:
+    """An MLP with a backbone, and clients with 30 random samples to train and 10 to validate."""
+    net = fb.nets.mlp(16, hidden, 3, dropout=dropout)
+    _, x, y = fb.split_module(net, lower="head.")
+    below, above = fb.nets.stem(net)
+
+    def embed(x: Tree, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return below(x, batch[0]), batch[1]
+
+    def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor], rng: Tensor) -> Tensor:
+        with fb.nets.randomness(rng):
+            return F.cross_entropy(above({**x, **y}, batch[0]), batch[1])
+
+    def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor], rng: Tensor) -> Tensor:
+        return upper(x, y, batch, rng) + 0.01 * dot(y, y)
+
+    def side(key: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+        return normal(key, (samples, 16)), torch.arange(samples) % 3
+
+    data = []
+    for client in range(clients):
+        key = fold_in(root(0, "gpu"), client)
+        data.append(fb.ClientData(side(fold_in(key, 0), 30), side(fold_in(key, 1), 10)))
+    return fb.Problem(upper=upper, lower=lower, x=x, y=y, embed=embed), data
 
 
 def run_with_bad_replies(name: str, probability: float, like_a_gpu: bool, every: int = 10) -> Run:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbilevel.core.problem import Batch, Data, named_tensors, repack
 from fedbilevel.core.rng import fold_in, rows
-from fedbilevel.federation.phase import Sides
+from fedbilevel.federation.phase import Phase, Sides
 
 SIDES: dict[Sides, tuple[str, ...]] = {
     "train": ("train",),
@@ -24,6 +24,13 @@ SIDES: dict[Sides, tuple[str, ...]] = {
 # Streams of a task's key. The sides draw from 0 and 1, simulated delays and faults from 3 to 5.
 LOSS_STREAM = 2
 STAGE_STREAM = 6
+
+
+def phase_batch_size(phase: Phase, batch_size: int | None) -> int | None:
+    """Return the samples per batch: all (None) if the phase asks for that, else `batch_size`."""
+    if phase.full:
+        return None
+    return batch_size
 
 
 class TaskBatches:

@@ -18,7 +18,7 @@ from fedbilevel.core.oracle import FeatureBatch, Oracle
 from fedbilevel.core.problem import Batch, ClientData, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import nbytes
-from fedbilevel.execution._batches import SIDES, STAGE_STREAM, TaskBatches
+from fedbilevel.execution._batches import SIDES, STAGE_STREAM, TaskBatches, phase_batch_size
 from fedbilevel.execution._features import embed_samples, embeds_before_steps
 from fedbilevel.execution._meter import Meter
 from fedbilevel.execution.executor import Executor, Mark
@@ -138,8 +138,9 @@ class ReferenceExecutor(Executor):
         return Message(**for_all, **for_client, **remembered, steps=steps)
 
     def _tensor(self, value: Tensor | float) -> Tensor:
-        dtype = self.dtype if isinstance(value, float) else None
-        return to_device(value, self.device, dtype)
+        if isinstance(value, float):
+            return to_device(value, self.device, self.dtype)
+        return to_device(value, self.device)
 
     def _samples(self, task: Task) -> _Samples:
         """Return the client's samples, or their features if x stays and every sample is used."""
@@ -157,9 +158,8 @@ class ReferenceExecutor(Executor):
         features: dict[str, Data] = {}
         embedding = TaskCost()
         for side, raw in data.items():
-            batch_size = client.size(side)
-            if not phase.full and self.batch_size:
-                batch_size = min(self.batch_size, batch_size)
+            size = client.size(side)
+            batch_size = min(phase_batch_size(phase, self.batch_size) or size, size)
             with Meter() as meter:
                 features[side] = embed_samples(self.problem, x, raw, batch_size)
             batch = [tensor[:batch_size] for _, tensor in named_tensors(raw)]
@@ -172,7 +172,7 @@ class ReferenceExecutor(Executor):
         return TaskBatches(
             to_device(task.key, self.device),
             samples.data,
-            None if phase.full else self.batch_size,
+            phase_batch_size(phase, self.batch_size),
             draws=phase.draws,
             epochs=phase.epochs is not None,
             paired=self.problem.lower_level == "private",

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core.devices import constant, to_device
 from fedbilevel.core.problem import ClientData, Data, Problem
 from fedbilevel.core.tree import Tree
+from fedbilevel.execution._batches import phase_batch_size
 from fedbilevel.execution._features import embeds_before_steps
 from fedbilevel.execution.memories import Memory
 from fedbilevel.execution.stacked._batches import SideSizes, side_sizes
@@ -77,7 +78,7 @@ class InputBuilder:
         phase = broadcast.phase
         steps = [task.steps for task in tasks]
         shared, own = self._messages(tasks)
-        batch_size = None if phase.full else self.batch_size
+        batch_size = phase_batch_size(phase, self.batch_size)
         sizes = side_sizes(data, phase.batch, batch_size, self.device)
         embed = embeds_before_steps(self.problem, broadcast, self.batch_size)
         samples = self.sample_store.find(tasks, data, sizes, steps[0] * phase.draws, embed)
@@ -126,8 +127,9 @@ class InputBuilder:
 
     def tensor(self, value: Tensor | float) -> Tensor:
         """Return a value as a tensor on the device; floats take the dtype of x."""
-        dtype = self.dtype if isinstance(value, float) else None
-        return to_device(value, self.device, dtype)
+        if isinstance(value, float):
+            return to_device(value, self.device, self.dtype)
+        return to_device(value, self.device)
 
     def _weights(self, tasks: list[Task]) -> Tensor | tuple[()]:
         """Return the weights with which a GPU sums replies, or () if single replies are needed."""

@@ -117,8 +117,9 @@ def _unchanged_argument(node: fx.Node) -> fx.Node | None:
     if not isinstance(source, fx.Node):
         return None
     if node.target is aten.transpose.int and source.target is aten.transpose.int:
-        same_axes = source.args[1:] == node.args[1:]
-        return source.args[0] if same_axes else None  # type: ignore[return-value]
+        if source.args[1:] != node.args[1:]:
+            return None
+        return source.args[0]  # type: ignore[return-value]
     if node.target is ADD:
         other = node.args[1]
         if _is_zero(source) and _shape_and_dtype(other) == _shape_and_dtype(node):

@@ -16,7 +16,7 @@ from fedbilevel.core.devices import constant, to_device
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import nbytes
-from fedbilevel.execution._batches import SIDES, STAGE_STREAM
+from fedbilevel.execution._batches import SIDES, STAGE_STREAM, phase_batch_size
 from fedbilevel.execution._meter import Meter
 from fedbilevel.execution.executor import Executor
 from fedbilevel.execution.memories import (
@@ -164,7 +164,7 @@ class StackedExecutor(Executor):
             sides = SIDES[phase.batch]
             epochs = phase.epochs is not None
             remembers = broadcast.remembers
-            batch_size = None if phase.full else self.batch_size
+            batch_size = phase_batch_size(phase, self.batch_size)
             broadcast_key = (broadcast.shape_key, "", "")
             for task in alike:
                 message_key = broadcast_key
