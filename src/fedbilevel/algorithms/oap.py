@@ -40,12 +40,13 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def core_and_slices(largest: UnitSelector, core: float, t: int) -> UnitSelector:
-    """Give everyone the largest units, and each client another slice of the rest.
+    """Give all clients the largest units, and each client a different slice of the rest.
 
-    Everyone holds the ceil(core total) largest. The rest, in order of size, is cut into slices that
-    follow each other from client to client, so that everything is held whenever the slices suffice
-    to go around once. In iteration t they start at t times the golden ratio (mod 1) of the rest:
-    where they do not suffice, they still reach everything within few iterations.
+    All clients hold the ceil(core * total) largest units, or as many of them as they can hold. The
+    rest, in order of size, is cut into slices that adjoin from client to client, so that every unit
+    is held if the lengths of the slices add up to the rest. In iteration t, the first slice starts
+    at t times the golden ratio (mod 1) of the rest, so that shorter slices still reach every unit
+    within few iterations.
 
     Args:
         largest: The selector of the largest units, in descending order.
@@ -106,7 +107,7 @@ class OAP(FedAvg):
     submodel of width r_i has:
 
         the ceil(core d) largest |w|, which everyone holds,
-        and of the rest another slice per client.
+        and of the rest a different slice per client.
 
     From the server's w = (x, y) it takes the local steps
 
@@ -119,9 +120,9 @@ class OAP(FedAvg):
     Tensors keep their shapes, so a client computes and sends as much as with the whole model. Down:
     x, y and the mask, one byte per weight. Up: the displacements of x and y.
 
-    Departures from print: the paper was not at hand, so the method is written from memory. It
-    leaves the masks open: this recipe is ours. Tensors that start with equal entries, such as norm
-    layers, are not masked.
+    Departures from print: the paper was not at hand, so the method is written from memory. As far
+    as we recall, the paper leaves the choice of masks open; this choice is ours. Tensors that start
+    with equal entries, such as norm layers, are not masked.
 
     References:
         Zhou, Lan, Venkataramani and Ding, "Every Parameter Matters: Ensuring the Convergence of
@@ -177,7 +178,7 @@ class OAP(FedAvg):
         for position, ratios in enumerate(fed.environment.capacities(S)):
             count = min(weight_budget(w, s.x, ratios), len(order))
             held = torch.zeros_like(order, dtype=torch.bool)
-            held[select("", len(order), count, position)] = True
+            held[select("", len(order), count, position)] = True  # all weights are one axis
             mask = {**whole, **unflatten(held, w)}
             mask_x = Tree({name: mask[name] for name in s.x})
             mask_y = Tree({name: mask[name] for name in s.y})
@@ -197,14 +198,14 @@ class OAPStructured(HeteroFL):
     Of the K units of an axis client i of capacity r_i holds ceil(r_i K):
 
         the ceil(core K) with the largest weights, which everyone holds,
-        and of the rest another slice per client.
+        and of the rest a different slice per client.
 
     Clients train and are averaged as in `HeteroFL`.
 
     Cost per iteration: that of `HeteroFL`: one round, 1 gradient per client and local step. Down:
     the submodel's x and y. Up: their displacements.
 
-    Departures from print: the method is ours: print masks single weights, as far as we recall.
+    Departures from print: the method is ours. As far as we recall, the paper masks single weights.
 
     References:
         After Zhou, Lan, Venkataramani and Ding, "Every Parameter Matters: Ensuring the Convergence

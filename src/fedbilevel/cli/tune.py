@@ -54,8 +54,9 @@ def tune(
     # tuned.toml is the experiment with the options of this call, but with its own budget of rounds
     # and its own sections of algorithms.
     common = {key: value for key, value in table.items() if key != "algorithms"}
+    first = next(iter(methods.values())).algorithm.name  # a label means nothing without its section
     changed = configs.resolve(
-        source, common, algorithm=names[0], settings=set_, overrides=overrides, smoke=smoke
+        source, common, algorithm=first, settings=set_, overrides=overrides, smoke=smoke
     )
     tuned = changed.experiment.model_dump(exclude_unset=True)
     for key in ("algorithm", "algorithms", "rounds"):

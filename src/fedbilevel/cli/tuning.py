@@ -90,9 +90,8 @@ class Tuning(Comparison):
         *_, config = self.methods.values()  # the problem is that of every config
         for path in self.folder.glob("*/trial-0"):
             if path.parent.name not in self.methods and holds_run(path):
-                check_same_settings(
-                    path, config.table, ignoring=("algorithm", "environment", "runtime")
-                )
+                own = ("algorithm", "label", "environment", "runtime")
+                check_same_settings(path, config.table, ignoring=own)
 
     def _after_member(self, name: str) -> None:
         self._add_trial(name.split("/")[0])

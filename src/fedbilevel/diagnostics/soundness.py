@@ -32,7 +32,8 @@ def random_unit(like: Tree, draw: int = 0) -> Tree:
         The vector.
     """
     v = normal(fold_in(root(0, "direction"), draw), (like.numel,), torch.float64)
-    return unflatten((v / v.norm()).to(flatten(like)), like)
+    unit = (v / v.norm()).to(flatten(like))  # the dtype and the device of `like`
+    return unflatten(unit, like)
 
 
 class BatchNormDetector(TorchFunctionMode):
@@ -105,8 +106,8 @@ def derivative_warnings(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> list[
     """Warn of derivatives that do not exist or are wrong.
 
     First derivatives of the losses are compared with differences of the losses. Second derivatives
-    are compared with differences of the first ones, which are thereby confirmed. The derivatives
-    are taken from `Oracle.directions`, which algorithms use.
+    are compared with differences of the first ones, once these are confirmed. The derivatives are
+    taken from `Oracle.directions`, which algorithms use.
 
     Args:
         oracle: The losses, of one client or pooled.
@@ -124,10 +125,10 @@ def derivative_warnings(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> list[
             failure = f"the {name} loss has no derivative"
             grad(loss, argnums=(0, 1))(x, y, batch)
         failure = "the lower loss has no second derivative"
-        at_zero = oracle.directions(x, y, zeros_like(y), batch)
-        at_w = oracle.directions(x, y, w, batch)
+        at_z_zero = oracle.directions(x, y, zeros_like(y), batch)
+        at_z_w = oracle.directions(x, y, w, batch)
         failure = "the losses have no third derivative, from which the curvature of Phi is measured"
-        vjp(lambda x, y, z: oracle.directions(x, y, z, batch), x, y, w)[1](at_zero)
+        vjp(lambda x, y, z: oracle.directions(x, y, z, batch), x, y, w)[1](at_z_zero)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         return [f"{failure}: {reason}"]
@@ -140,35 +141,35 @@ def derivative_warnings(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> list[
     comparisons = [
         _Comparison(
             "the upper loss's derivative in x",
-            at_zero.x,
+            at_z_zero.x,
             u,
             lambda h: oracle.upper(x + h * u, y, batch),
             x,
         ),
         _Comparison(
             "the upper loss's derivative in y",
-            -at_zero.z,
+            -at_z_zero.z,
             v,
             lambda h: oracle.upper(x, y + h * v, batch),
             y,
         ),
         _Comparison(
             "the lower loss's derivative in y",
-            at_zero.y,
+            at_z_zero.y,
             v,
             lambda h: oracle.lower(x, y + h * v, batch),
             y,
         ),
         _Comparison(
             "the lower loss's second derivative in y",
-            at_w.z - at_zero.z,
+            at_z_w.z - at_z_zero.z,
             v,
             lambda h: slope(x, y + h * v),
             y,
         ),
         _Comparison(
             "the lower loss's mixed derivative",
-            at_zero.x - at_w.x,
+            at_z_zero.x - at_z_w.x,
             u,
             lambda h: slope(x + h * u, y),
             x,
@@ -182,7 +183,7 @@ def _compare(comparison: _Comparison) -> str:
     name, derivative, direction, function, point = comparison
     by_autograd = float(dot(derivative, direction))
     by_difference, uncertainty = _difference(function, point)
-    # What this derivative has in a typical direction: the direction at hand may be nearly
+    # The size of this derivative in a typical direction: the direction at hand may be nearly
     # orthogonal to it, and then rounding decides the relative error.
     typical = norm(
         derivative.map(lambda d, a: d.norm() * a.norm() / max(1, d.numel()) ** 0.5, direction)
@@ -205,7 +206,7 @@ def _balanced_direction(like: Tree) -> Tree:
 def _difference(function: Callable[[float], Tensor], point: Tree) -> tuple[float, float]:
     """The central difference of a function at 0, and its uncertainty.
 
-    The uncertainty allows for rounding, and for kinks: those make differences of other widths
+    The uncertainty allows for rounding, and for kinks: those make differences of several widths
     disagree.
     """
     precision = torch.finfo(flatten(point).dtype).eps
@@ -229,20 +230,20 @@ def dependence_warnings(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> tuple
     Returns:
         The warnings, and whether there is a lower level that can be solved.
     """
-    at_zero = oracle.directions(x, y, zeros_like(y), batch)
-    at_w = oracle.directions(x, y, random_unit(y, 1), batch)
-    if not float(norm(at_zero.y)):
+    at_z_zero = oracle.directions(x, y, zeros_like(y), batch)
+    at_z_w = oracle.directions(x, y, random_unit(y, 1), batch)
+    if not float(norm(at_z_zero.y)):
         return ["the lower loss does not depend on y: there is no lower level to solve"], False
-    if not float(norm(at_w.z - at_zero.z)):
+    if not float(norm(at_z_w.z - at_z_zero.z)):
         return [
             "the Hessian of the lower loss in y is exactly zero (piecewise linear?): "
             "add a ridge on y"
         ], False
     warnings = []
-    if not float(norm(at_zero.x - at_w.x)):
+    if not float(norm(at_z_zero.x - at_z_w.x)):
         warnings.append(
             "the minimiser of the lower loss does not depend on x: the problem is not bilevel"
         )
-    if not float(norm(at_zero.z)):
+    if not float(norm(at_z_zero.z)):
         warnings.append("the upper loss does not depend on y: the problem is not bilevel")
     return warnings, True

@@ -29,8 +29,8 @@ class SeparateSamples:
         """Return the samples with these indices as a stack.
 
         Args:
-            indices: A row for each of the first clients; None selects all samples of all clients,
-                who must hold equally many.
+            indices: A row per client, for the first clients of the stack or for all of them; None
+                selects all samples of all clients, who must hold equally many.
         """
         if indices is None:
             return repack(self.container, [torch.stack(column) for column in self.columns])
@@ -47,11 +47,11 @@ class SeparateSamples:
 class Pool:
     """One side of the data of clients with the same layout, one client after the other.
 
-    A client's samples are copied into the pool when they are first needed. When `memory` bytes are
+    A client's samples are copied into the pool when they are first needed. When `max_bytes` are
     full, the pool starts over with the clients that are needed then.
 
     Args:
-        memory: Bytes that the pool may take; with 0 it holds only the clients needed last.
+        max_bytes: Bytes that the pool may take; with 0 it holds the clients of the last `load`.
         device: Where the pool is.
 
     Attributes:
@@ -61,8 +61,8 @@ class Pool:
 
     container: Data  # of the same type as the data of each client
 
-    def __init__(self, memory: int, device: str) -> None:
-        self.memory = memory
+    def __init__(self, max_bytes: int, device: str) -> None:
+        self.max_bytes = max_bytes
         self.device = device
         self.tensors: list[Tensor] = []
         self.used = 0
@@ -76,7 +76,7 @@ class Pool:
         self.container = next(iter(data.values()))
         templates = [tensor for _, tensor in named_tensors(self.container)]
         bytes_per_row = sum(tensor[:1].nbytes for tensor in templates)
-        max_rows = self.memory // max(bytes_per_row, 1)
+        max_rows = self.max_bytes // max(bytes_per_row, 1)
         new_rows = sum(_size(data[client]) for client in missing)
         if self.starts and self.used + new_rows > max_rows:
             self.starts = {}
@@ -109,8 +109,8 @@ class Pool:
         """Return the samples of a stack of clients with these indices.
 
         Args:
-            indices: For each of the first clients, a row of indices among its own samples; None
-                selects the first `size` samples of every client.
+            indices: A row per client of indices among its own samples, for the first clients of the
+                stack or for all of them; None selects the first `size` samples of every client.
             starts: The row of the pool at which each client's samples begin.
             size: Used if `indices` is None.
         """
@@ -135,12 +135,12 @@ class Pools:
     """A pool for each side and layout of the clients' data.
 
     Args:
-        memory: Bytes that the pools of the two sides may take.
+        max_bytes: Twice the bytes that each pool may take: one pool per side, as a rule.
         device: Where the pools are.
     """
 
-    def __init__(self, memory: int, device: str) -> None:
-        self.memory = memory
+    def __init__(self, max_bytes: int, device: str) -> None:
+        self.max_bytes = max_bytes
         self.device = device
         self.pools: dict[Hashable, Pool] = {}
         self._slices: WeakKeyDictionary[ClientData, dict[str, StorageSlice | None]]
@@ -170,7 +170,7 @@ class Pools:
             if each is None or slices[0] is None or each.storages != slices[0].storages:
                 return None
             starts.append(each.start)
-        pool = Pool(0, "cpu")
+        pool = Pool(0, "cpu")  # of views, for `select` only
         pool.container = getattr(clients[0], side)
         for _, tensor in named_tensors(pool.container):
             numbers_per_row = tensor.stride(0)
@@ -192,7 +192,7 @@ class Pools:
             The pool and the row at which each client's samples begin.
         """
         _, layout = clients[0].layouts[side]
-        pool = self.pools.setdefault((side, layout), Pool(self.memory // 2, self.device))
+        pool = self.pools.setdefault((side, layout), Pool(self.max_bytes // 2, self.device))
         data = [getattr(client, side) for client in clients]
         pool.load(dict(zip(numbers, data, strict=True)))
         return pool, to_device([pool.starts[number] for number in numbers], self.device)
