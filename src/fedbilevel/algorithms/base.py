@@ -1,4 +1,7 @@
-"""What an algorithm is: frozen settings, `init`, and `iterate`, the server's program."""
+"""What an algorithm is: frozen settings, `init`, and `iterate`, the server's program.
+
+`Algorithm.at` turns step sizes that follow a schedule into the numbers of one iteration.
+"""
 
 from __future__ import annotations
 

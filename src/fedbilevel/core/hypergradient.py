@@ -4,7 +4,8 @@
     F = sum_i p_i f_i,   G = sum_i p_i g_i.
 
 The lower level is solved to the precision of its dtype. These functions read the data of all
-clients, which no algorithm may do: they are for tests, metrics and small problems.
+clients, which no algorithm may do: they are for tests, metrics and small problems. The derivatives
+that algorithms use, Hessian products included, are in `Oracle` (oracle.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Oracle`: the derivatives of a problem's losses on a batch of one client.
+"""`Oracle`: gradients, Hessian products and cross products of the losses on a batch of one client.
 
 Throughout, f is the upper loss on a validation batch and g the lower loss on a training batch. The
 oracle knows neither clients nor rounds nor step sizes, and its functions work under

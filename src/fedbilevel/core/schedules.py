@@ -1,7 +1,8 @@
 """Step sizes that change over the iterations.
 
 A schedule is a function of the iteration t = 0, 1, ... that returns a number. A setting that is
-annotated `Step` takes a number, one of the schedules below, or any other function of t.
+annotated `Step` takes a number, one of the schedules below, or any other function of t. Before each
+iteration, `Algorithm.at` (algorithms/base.py) replaces schedules by their numbers.
 
 Examples:
     >>> import fedbilevel as fb

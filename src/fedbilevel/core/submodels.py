@@ -5,6 +5,8 @@ names from a network). Dimensions of one name form an axis and are cut together:
 layer and the inputs of the next. The smallest dimension of an axis has one entry per unit. In a
 larger one, every unit owns a contiguous block of entries: the pixels of a channel after `Flatten`.
 
+`choose_submodels` chooses the units of each client, and `Submodel.cut` cuts the tensors.
+
 Examples:
     >>> from fedbilevel.core.submodels import choose_submodels, static
     >>> axes = {"w": ("hidden", None), "v": (None, "hidden")}

@@ -1,6 +1,6 @@
 """Delays, stragglers and faults: how long a simulated task takes, and what may go wrong with it.
 
-A delay model draws a duration in virtual seconds for every task. `transports/_faults.py` applies
+A delay model draws a duration in virtual seconds for every task. `transports/_outcomes.py` applies
 what is declared here to the tasks of a simulation.
 """
 

@@ -2,7 +2,7 @@
 
 A reply of a wrong shape or dtype, or with a value that is not finite, is refused here; `kinds.py`
 has the check of shapes. A late reply never gets here: the transport gives its task up at the
-deadline, in a simulation by `OutcomeSampler.draw_outcomes` (transports/_faults.py), on Flower by
+deadline, in a simulation by `OutcomeSampler.draw_outcomes` (transports/_outcomes.py), on Flower by
 `FlowerTransport._lose_late_task` (deploy/flower/transport.py).
 """
 

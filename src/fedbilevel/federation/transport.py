@@ -5,7 +5,7 @@ costs belong to the federation.
 
 A task that brings no reply is lost: the transport reports it as `Missed`. A late reply is refused
 by the transport: it gives the task up at the deadline, reports it as `Missed`, and never reports
-the reply, in a simulation by `OutcomeSampler.draw_outcomes` (transports/_faults.py), on Flower by
+the reply, in a simulation by `OutcomeSampler.draw_outcomes` (transports/_outcomes.py), on Flower by
 `FlowerTransport._lose_late_task` (deploy/flower/transport.py). A reply that arrives but cannot be
 read is reported as `Rejected`. A reply that arrives with a wrong shape or value is refused by the
 federation (replies.py).

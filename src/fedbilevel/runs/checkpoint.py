@@ -1,8 +1,8 @@
 """Checkpoints: values in one safetensors file, without pickle.
 
 A new checkpoint replaces the old one atomically. A file that is damaged, was written by another
-program or by another version is refused. `Recorder` (recorder.py) decides what a checkpoint holds,
-when it is written, and how a run resumes from it.
+program or by another version is refused. `Recorder` (recorder.py) decides what a checkpoint holds
+and when it is written; `Recorder._restore` resumes a run from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The virtual clock: a transport that simulates clients in this process, with delays and faults.
 
 Time is virtual: it passes when the server waits, by as much as the delay models say. A late reply,
-one that misses the deadline of an `ask`, is lost: `OutcomeSampler.draw_outcomes` in _faults.py
+one that misses the deadline of an `ask`, is lost: `OutcomeSampler.draw_outcomes` in _outcomes.py
 marks it so.
 """
 
@@ -25,7 +25,7 @@ from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.stacks import reply_at, stack_replies
 from fedbilevel.federation.task import Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
-from fedbilevel.transports._faults import Outcome, OutcomeSampler
+from fedbilevel.transports._outcomes import Outcome, OutcomeSampler
 from fedbilevel.transports._packing import ByteLayout, pack
 
 COMPUTE_AHEAD = 1024  # the most posted tasks that are computed together when one of them is due

@@ -214,7 +214,9 @@ class FlowerTransport(Transport):
         self.device = device
         self.job = secrets.token_hex(8)
         self.grid = GridConnection(grid)
-        self.members = Members(self.grid, clients, self._greeting, conduct.deadline_s)
+        self.members = Members(
+            self.grid, clients, lambda: encode(job=self.job, table=self.table), conduct.deadline_s
+        )
         self.refusals: dict[int, int] = {}
         self.excluded: list[int] = []
         self._pending: dict[int, PendingTask] = {}  # by the number of the task
@@ -254,9 +256,6 @@ class FlowerTransport(Transport):
         """Return p_i of each client; waits for the clients, whose samples they may depend on."""
         self._wait_for_start()
         return self._client_weights
-
-    def _greeting(self) -> RecordDict:
-        return encode(job=self.job, table=self.table)
 
     def _wait_for_start(self) -> None:
         """Wait for `start_clients` clients, once, before the first round of this process."""
@@ -307,36 +306,15 @@ class FlowerTransport(Transport):
         if phase.epochs is not None:  # the client may have joined after the task was made
             task.steps = phase.steps_on(self.samples(task.client), self.environment.batch_size)
         ttl = max(pending.deadline - time.monotonic(), MIN_TTL_S)
-        message = Message(self._encode_task(task), node, "train", ttl=ttl)
+        message = Message(
+            _encode_task(task, self.problem, job=self.job, table=self.table), node, "train", ttl=ttl
+        )
         pending.message_id = self.grid.push(message)
         pending.node = node
         if pending.message_id is None:
             self.members.remove(task.client, node)
         else:
             yield Departed([task])
-
-    def _encode_task(self, task: Task) -> RecordDict:
-        broadcast = task.broadcast
-        kept = None
-        if broadcast.submodel is not None:
-            kept = dict(broadcast.submodel.kept)
-        kinds = {}
-        if broadcast.payload is not None:
-            kinds = dict(message_kinds(broadcast.message, self.problem))
-        return encode(
-            job=self.job,
-            table=self.table,
-            phase=broadcast.phase.to_dict(),
-            number=task.number,
-            steps=task.steps,
-            key=task.key,
-            round=broadcast.round,
-            iteration=broadcast.iteration,
-            kept=kept,
-            shared=dict(broadcast.wire_message),
-            kinds=kinds,
-            each=dict(task.client_message),
-        )
 
     def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterator[Report]:
         """Report how these tasks end; None: posted tasks, until `limit` replies have arrived."""
@@ -345,7 +323,7 @@ class FlowerTransport(Transport):
                 yield Missed(self._lost_in_restart.pop())
             self._wait_for_clients(self.environment.min_replies, ())
         arrived = 0
-        while awaited := self._pending_among(tasks):
+        while awaited := _pending_among(self._pending, tasks):
             self.members.refresh()
             for pending in awaited:
                 for report in self._poll(pending):
@@ -354,11 +332,6 @@ class FlowerTransport(Transport):
                 if arrived >= limit:
                     return
             time.sleep(REPLY_POLL_S)
-
-    def _pending_among(self, tasks: Sequence[Task] | None) -> list[PendingTask]:
-        if tasks is None:
-            return [pending for pending in self._pending.values() if pending.posted]
-        return [self._pending[task.number] for task in tasks if task.number in self._pending]
 
     def _poll(self, pending: PendingTask) -> Iterator[Report]:
         """Send a task that is not sent yet, or read its reply, or give it up."""
@@ -439,7 +412,7 @@ class FlowerTransport(Transport):
         """Return the state of this transport for a checkpoint."""
         return {
             "refusals": dict(self.refusals),
-            "aside": list(self.excluded),
+            "excluded": list(self.excluded),
             "job": self.job,
             "now": self.now,
             "samples": dict(self.members.samples),
@@ -448,9 +421,42 @@ class FlowerTransport(Transport):
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
         """Resume from a snapshot; posted tasks are lost: no reply can reach a new server."""
         self.refusals = dict(snapshot["refusals"])
-        self.excluded = list(snapshot["aside"])
+        self.excluded = list(snapshot["excluded"])
         self.job = snapshot["job"]
         self.members.samples = dict(snapshot["samples"])
         self._lost_in_restart = list(tasks.values())
         self._earlier_s = snapshot["now"]
         self._began = time.monotonic()
+
+
+def _encode_task(task: Task, problem: Problem, **run: Any) -> RecordDict:
+    """Encode a task; `run` has the name of the run and its experiment."""
+    broadcast = task.broadcast
+    kept = None
+    if broadcast.submodel is not None:
+        kept = dict(broadcast.submodel.kept)
+    kinds = {}
+    if broadcast.payload is not None:
+        kinds = dict(message_kinds(broadcast.message, problem))
+    return encode(
+        **run,
+        phase=broadcast.phase.to_dict(),
+        number=task.number,
+        steps=task.steps,
+        key=task.key,
+        round=broadcast.round,
+        iteration=broadcast.iteration,
+        kept=kept,
+        shared=dict(broadcast.wire_message),
+        kinds=kinds,
+        each=dict(task.client_message),
+    )
+
+
+def _pending_among(
+    pending: Mapping[int, PendingTask], tasks: Sequence[Task] | None
+) -> list[PendingTask]:
+    """Return those of the tasks that are pending; None stands for the posted ones."""
+    if tasks is None:
+        return [each for each in pending.values() if each.posted]
+    return [pending[task.number] for task in tasks if task.number in pending]
