@@ -16,6 +16,7 @@ from fedbilevel.algorithms.afbo import AFBO, NO_REPLIES, LatestReplies, State
 from fedbilevel.federation import Federation, Reply
 from fedbilevel.federation.delays import Constant, Faults, LogNormal, Pareto, Stragglers
 from fedbilevel.runs.run import Run
+from tests.support.architecture import names as architecture
 
 # Tiny local steps, so that the fixed point is that of the problem.
 STEPS: dict[str, Any] = {
@@ -324,3 +325,11 @@ def test_a_run_with_tasks_in_flight_resumes_bit_for_bit(
 def test_wrong_settings_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AFBO(**settings)
+
+
+def test_free_exchanges_are_refused_where_time_is_real() -> None:
+    task = fb.tasks.load("quadratic", clients=2)
+    fed = architecture()["on_threads"](task.problem, task.clients)
+    run = Run(AFBO(hypergradient="neumann", aphe="server"), fed, {"rounds": 5})
+    with pytest.raises(RuntimeError, match=r"^aphe is 'server', but only a simulation can leave"):
+        run.advance()

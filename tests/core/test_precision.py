@@ -43,10 +43,17 @@ def test_bfloat16_rounds_the_backbone_and_nothing_else() -> None:
         assert 1e-6 < float(norm(actual - tree) / norm(tree)) < 2e-2
 
 
-def test_a_run_in_bfloat16_advances() -> None:
+def test_a_run_in_bfloat16_moves_almost_as_in_float32() -> None:
     task = hyper_representation(clients=2, hidden=16, samples=80)
     fed = fb.simulated_federation(task.problem, task.clients, precision="bf16")
-    Run(fb.algorithms.get("simfbo")(), fed, {"rounds": 2}).advance()
+    rounded = Run(fb.algorithms.SimFBO(), fed, {"rounds": 2})
+    rounded.advance()
+    exact_fed = fb.simulated_federation(task.problem, task.clients)
+    exact = Run(fb.algorithms.SimFBO(), exact_fed, {"rounds": 2})
+    exact.advance()
+    moved = flatten(exact.state.x) - flatten(fb.Tree(task.problem.x))
+    error = flatten(rounded.state.x) - flatten(exact.state.x)
+    assert 1e-6 < float(error.norm() / moved.norm()) < 5e-2
 
 
 def test_a_problem_without_a_backbone_cannot_be_rounded() -> None:

@@ -58,9 +58,15 @@ assert again is module
 
 
 def test_a_simulation_needs_no_pydantic() -> None:
-    run_python(
-        "import sys; sys.modules['pydantic'] = None; import fedbilevel as fb; fb.Environment()"
-    )
+    code = """
+import sys
+sys.modules["pydantic"] = None
+import fedbilevel as fb
+
+task = fb.tasks.load("quadratic", clients=2)
+assert fb.solve(task.problem, task.clients, rounds=1).status == "completed"
+"""
+    run_python(code)
 
 
 def test_dir_lists_the_public_names() -> None:

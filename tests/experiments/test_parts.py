@@ -87,6 +87,7 @@ def test_a_task_of_the_users_own_can_replace_that_of_an_experiment(
     write(tmp_path / "a.toml", f'task = "{module}:plain"')
     options = ["--task", f"{module}:tuned", "--set", "task.clients=2", "--rounds", 1]
     invoke_ok("run", "a.toml", *options, "--out", "run")
+    assert read_summary(tmp_path / "run")["task"] == f"{module}:tuned"
 
 
 def test_the_module_of_a_task_may_register_the_algorithm(tmp_path: Path, module: str) -> None:

@@ -144,6 +144,6 @@ def test_pending_replies_are_counted_before_an_uncharged_exchange() -> None:
     run = run_with_bad_replies("simfbo", 0.5, like_a_gpu=True)
     run.advance()
     before = run.fed.ledger.refused_replies
-    with run.fed.uncharged():
+    with run.fed.uncharged("a test asks for it"):
         run.fed.check_pending()
     assert run.fed.ledger.refused_replies > before

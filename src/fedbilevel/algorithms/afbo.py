@@ -442,7 +442,7 @@ class AFBO(Algorithm):
         U = self.neumann_steps
         costs: AbstractContextManager[None] = nullcontext()
         if self.aphe == "server":
-            costs = fed.uncharged()
+            costs = fed.uncharged("aphe is 'server'")
 
         def product(v: Tree) -> Tree:
             return fed.ask(HessianProduct(), everyone, x=s.x, y=s.y, v=v).mean("hv")  # type: ignore[no-any-return]

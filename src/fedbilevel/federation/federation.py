@@ -415,19 +415,26 @@ class Federation:
         self.transport.notify_refused(replies.refused_clients)
 
     @contextmanager
-    def uncharged(self) -> Iterator[None]:
+    def uncharged(self, setting: str) -> Iterator[None]:
         """A context in which exchanges cost nothing and take no time.
 
         It is meant for simulations of a method whose paper takes an exchange to be free.
 
+        Args:
+            setting: The setting that asks for it, for the error: "aphe is 'server'".
+
         Raises:
             RuntimeError: The transport has a real clock.
         """
+        try:
+            paused_clock = self.transport.paused_clock()
+        except RuntimeError as error:
+            raise RuntimeError(f"{setting}, but {error}") from None
         self.check_pending()  # pending replies are booked before the costs are set aside
         booked = self.ledger
         self.ledger = deepcopy(booked)
         try:
-            with self.transport.paused_clock():
+            with paused_clock:
                 yield
                 self.check_pending()
         finally:
