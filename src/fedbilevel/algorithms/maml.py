@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
-from torch.func import grad
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import Episodes
+from fedbilevel.core.derivatives import grad
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step

@@ -15,9 +15,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev
+from torch.func import jacrev
 
 from fedbilevel.core import checks
+from fedbilevel.core.derivatives import grad
 from fedbilevel.core.linear import CG, MatVec, Neumann, Solution, Solver
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, ClientData, Problem, client_weights

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, vjp
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.derivatives import grad, vjp
 from fedbilevel.core.problem import Batch, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import Tree, dot, nbytes, norm
@@ -50,13 +50,13 @@ class EmbeddedBatch(NamedTuple):
         raw: The batch before it was embedded.
         features: The floating tensors of the embedded batch.
         rebuild: Makes a batch of features; derivatives in the features pass through it.
-        pullback: Maps a gradient in the features to a tuple with the gradient in x.
+        pullback: Maps a gradient in the features to the gradient in x.
     """
 
     raw: Batch
     features: list[Tensor]
     rebuild: Callable[[list[Tensor]], FeatureBatch]
-    pullback: Callable[[list[Tensor]], tuple[Tree]]
+    pullback: Callable[[list[Tensor]], Tree]
 
 
 AnyBatch = Batch | EmbeddedBatch
@@ -175,7 +175,7 @@ class Oracle:
             tensors = [next(sources[floating]) for floating in is_feature]
             return FeatureBatch(*pytree.tree_unflatten(tensors, spec))
 
-        features, pullback, others = vjp(features_of, x, has_aux=True)  # type: ignore[misc]
+        features, pullback, others = vjp(features_of, x)
         return EmbeddedBatch(batch, features, rebuild, pullback)
 
     def directions(
@@ -475,7 +475,7 @@ class Oracle:
         """Embed both sides in one pass through the backbone, where that is faster.
 
         One pass yields one gradient of the backbone's weights instead of two that are added. It
-        copies the samples, so it is faster where x is larger than they are.
+        copies the samples, so on a CPU it is faster where x is larger than they are.
         """
         embed = self.problem.embed
         if embed is None or not self.problem.embeds_samples:
@@ -484,7 +484,10 @@ class Oracle:
             return batch
         train = named_tensors(batch.train)
         val = named_tensors(batch.val)
-        if _layout(train) != _layout(val) or nbytes((train, val)) > nbytes(x):
+        if _layout(train) != _layout(val):
+            return batch
+        # On a GPU a copy of the samples costs less than launching the kernels of a second pass.
+        if nbytes((train, val)) > nbytes(x) and not train[0][1].is_cuda:
             return batch
         both = [torch.cat([a, b]) for (_, a), (_, b) in zip(train, val, strict=True)]
         features = embed(x, repack(batch.train, both), ())
@@ -529,8 +532,27 @@ class Oracle:
         def of_features(x: Tree, y: Tree, features: list[Tensor]) -> Tensor:
             return fn(x, y, rebuild(features))
 
-        by_x, by_y, by_features = grad(of_features, argnums=(0, 1, 2))(x, y, batch.features)
-        return by_x + batch.pullback(by_features)[0], by_y
+        all_gradients = grad(of_features, argnums=(0, 1, 2), fill_unused=False)
+        by_x, by_y, by_features = all_gradients(x, y, batch.features)
+        for j, feature in enumerate(batch.features):
+            if by_features[j] is None:
+                by_features[j] = torch.zeros_like(feature)
+        through_features = batch.pullback(by_features)
+        # Most losses depend on x through the features alone.
+        total = through_features.map(_sum_of_used, by_x)
+        return total, by_y.map(_value_or_zero, y)
+
+
+def _sum_of_used(a: Tensor, b: Tensor | None) -> Tensor:
+    if b is None:
+        return a
+    return a + b
+
+
+def _value_or_zero(value: Tensor | None, like: Tensor) -> Tensor:
+    if value is None:
+        return torch.zeros_like(like)
+    return value
 
 
 def _layout(tensors: list[tuple[str, Tensor]]) -> list[tuple[str, torch.Size, torch.dtype]]:

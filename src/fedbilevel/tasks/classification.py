@@ -122,6 +122,20 @@ class ClassificationData(NamedTuple):
         return metrics
 
 
+def cross_entropies(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample.
+
+    It equals `F.cross_entropy(scores, labels, reduction="none")`, which PyTorch computes by many
+    more operations under `vmap`.
+
+    Args:
+        scores: A row of class scores per sample.
+        labels: The class of each sample.
+    """
+    log_probabilities = scores.log_softmax(-1)
+    return -log_probabilities.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
 def load_partitioned(
     data: str,
     data_dir: str | Path | None,

@@ -24,15 +24,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from fedbilevel import nets
 from fedbilevel.core import checks
+from fedbilevel.core.derivatives import grad
 from fedbilevel.core.problem import ClientData, Problem, split_module
 from fedbilevel.core.rng import fold_in, root, rows
 from fedbilevel.core.tree import Tree, dot, zeros_like
 from fedbilevel.data import characters
+from fedbilevel.tasks.classification import cross_entropies
 from fedbilevel.tasks.task import Task
 
 # Images per pass through the backbone in the evaluation. On a CPU, a small batch stays in the
@@ -235,7 +237,7 @@ class Learner:
 
     def upper(self, x: Tree, y: Tree, batch: dict[str, Tensor]) -> Tensor:
         """Return the cross-entropy of the head y on features."""
-        return F.cross_entropy(self.head(y, batch["features"]), batch["labels"])
+        return cross_entropies(self.head(y, batch["features"]), batch["labels"]).mean()
 
     def lower(self, x: Tree, y: Tree, batch: dict[str, Tensor]) -> Tensor:
         """Return the cross-entropy of the head y on features, with the ridge."""

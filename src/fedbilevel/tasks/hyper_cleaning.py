@@ -18,13 +18,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedbilevel.core import checks
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.core.rng import fold_in, root, uniform
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.tasks.classification import load_partitioned
+from fedbilevel.tasks.classification import cross_entropies, load_partitioned
 from fedbilevel.tasks.task import Task
 
 
@@ -120,11 +119,11 @@ def hyper_cleaning(
 
     def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
-        return F.cross_entropy(scores(x, y, inputs), labels)
+        return cross_entropies(scores(x, y, inputs), labels).mean()
 
     def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         inputs, labels, position = batch
-        losses = F.cross_entropy(scores(x, y, inputs), labels, reduction="none")
+        losses = cross_entropies(scores(x, y, inputs), labels)
         return (x["weights"][position].sigmoid() * losses).mean() + 0.5 * ridge * dot(y, y)
 
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedbilevel import nets
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem, split_module
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.tasks.classification import load_partitioned
+from fedbilevel.tasks.classification import cross_entropies, load_partitioned
 from fedbilevel.tasks.task import Task
 
 
@@ -99,7 +98,7 @@ def hyper_representation(
     def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor], rng: Tensor) -> Tensor:
         features, targets = batch
         with nets.randomness(rng):
-            return F.cross_entropy(above({**x, **y}, features), targets)
+            return cross_entropies(above({**x, **y}, features), targets).mean()
 
     def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor], rng: Tensor) -> Tensor:
         loss = upper(x, y, batch, rng)

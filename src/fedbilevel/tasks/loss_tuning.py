@@ -24,13 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from fedbilevel import nets
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.tasks.classification import load_partitioned
+from fedbilevel.tasks.classification import cross_entropies, load_partitioned
 from fedbilevel.tasks.task import Task
 
 
@@ -104,7 +103,7 @@ def loss_tuning(
 
     def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
-        losses = F.cross_entropy(outputs(x, y, inputs), labels, reduction="none")
+        losses = cross_entropies(outputs(x, y, inputs), labels)
         return (balance.to(labels.device)[labels] * losses).mean()
 
     def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -124,5 +123,5 @@ def vs_loss(x: Tree, outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of w_k CE(D o + l, k) over samples with outputs o and label k."""
     w = 2 * x["weights"].sigmoid()
     D = 2 * x["multiplicative"].sigmoid()
-    losses = F.cross_entropy(D * outputs + x["additive"], labels, reduction="none")
+    losses = cross_entropies(D * outputs + x["additive"], labels)
     return (w[labels] * losses).mean()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from fedbilevel.core import checks
-from fedbilevel.tasks.task import Task
+
+if TYPE_CHECKING:
+    from fedbilevel.tasks.task import Task
 
 # Name of a task: its module in this package, and the function of the same name in it. Modules are
-# imported on demand, because tasks import data sets, and data sets import further libraries.
+# imported on demand, because tasks import PyTorch and data sets, and these further libraries.
 _MODULES = {
     "quadratic": "quadratic",
     "hyper-representation": "hyper_representation",

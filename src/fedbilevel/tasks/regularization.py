@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, dot
-from fedbilevel.tasks.classification import load_partitioned
+from fedbilevel.tasks.classification import cross_entropies, load_partitioned
 from fedbilevel.tasks.task import Task
 
 
@@ -88,7 +88,7 @@ def regularization(
 
     def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
-        return F.cross_entropy(scores(x, y, inputs), labels)
+        return cross_entropies(scores(x, y, inputs), labels).mean()
 
     def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
         penalty = F.softplus(x["coefficients"]) @ (y["weight"] ** 2).sum(1)
