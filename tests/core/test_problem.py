@@ -322,7 +322,10 @@ def test_precision_rounds_the_features_and_nothing_else():
     assert features.dtype == torch.float32
     assert torch.equal(features, torch.tensor([[1.0], [5.0], [9.0]]))
     assert torch.equal(others, THREE_SAMPLES)
-    sentence = "precision is 'bf16', but this problem has no embed to round; it must be 'fp32'"
+    sentence = (
+        "precision is 'bf16', but this problem has no embed to round; "
+        "it must be 'fp32', 'tf32' or 'bf16-all'"
+    )
     with refuses(ValueError, sentence):
         problem().with_precision("bf16")
 

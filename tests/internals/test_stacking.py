@@ -73,7 +73,7 @@ def test_the_same_tasks_are_stacked_after_a_restart() -> None:
         phases.append({task.client: task.broadcast.phase for task in tasks})
         executor = run.fed.transport.executor
         list(executor.run(tasks))
-        stacks.append([[task.client for task in chunk] for chunk in executor._chunks(tasks)])
+        stacks.append([[task.client for task in chunk] for chunk, _ in executor._chunks(tasks)])
     assert 1 < len(set(phases[0].values())) < 6
     assert phases[0] == phases[1]
     assert stacks[0] == stacks[1]

@@ -17,7 +17,7 @@ from fedbilevel.core.oracle import AnyBatch, Oracle
 from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import fold_in, integers
 from fedbilevel.core.settings import Count, Positive
-from fedbilevel.core.tree import Tree, zeros_like
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
 # What keys are folded with, so that these draws share nothing with those of the losses.
@@ -226,9 +226,12 @@ class Episodes(Phase):
         """Evaluate one episode; return a tree for each name of `reply`."""
 
     def start(self, m: Message) -> EpisodeSums:
-        """Start with sums that are 0."""
-        sums = {name: zeros_like(getattr(m, str(kind))) for name, kind in self.reply.items()}
-        return EpisodeSums(m.x, m.y, sums, m.steps)
+        """Start without sums; the first episode makes them."""
+        return EpisodeSums(m.x, m.y, {}, m.steps)
+
+    def first(self, c: EpisodeSums, oracle: Oracle, batch: Batch) -> EpisodeSums:
+        """Evaluate the first episode."""
+        return c._replace(sums=self.episode(oracle, c.x, c.y, batch))
 
     def step(self, c: EpisodeSums, oracle: Oracle, batch: Batch) -> EpisodeSums:
         """Add one episode to the sums."""

@@ -15,8 +15,10 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from fedbilevel.core import checks
+from fedbilevel.core.precision import PRECISIONS, Precision
 from fedbilevel.core.submodels import count_units
 from fedbilevel.core.tree import Tree
 
@@ -273,15 +275,16 @@ class Problem:
             y=y.map(lambda tensor: tensor.to(device)),
         )
 
-    def with_precision(self, precision: str) -> Problem:
-        """This problem with its backbone (`embed`) evaluated in another precision.
+    def with_precision(self, precision: Precision) -> Problem:
+        """This problem, evaluated in another precision.
 
-        Features are converted back to the dtype of x, so that everything computed from them, such
-        as Hessian products, is as exact as before.
+        What is computed in bfloat16, by `torch.autocast`, is converted back to the dtype of x. With
+        "bf16", everything that is computed from features, such as Hessian products, is therefore as
+        exact as before.
 
         Args:
-            precision: "fp32" leaves the problem unchanged, "bf16" runs `embed` under
-                `torch.autocast`.
+            precision: "fp32" and "tf32" leave the problem unchanged ("tf32" is a setting of the
+                device); "bf16" runs `embed` in bfloat16, and "bf16-all" the losses too.
 
         Returns:
             The problem to run.
@@ -289,29 +292,39 @@ class Problem:
         Raises:
             ValueError: The precision is unknown, or it is "bf16" and the problem has no `embed`.
         """
-        if checks.one_of("precision", precision, ("fp32", "bf16")) == "fp32":
+        if checks.one_of("precision", precision, PRECISIONS) in ("fp32", "tf32"):
             return self
-        if self.embed is None:
+        rounded = self
+        if self.embed is not None:
+            rounded = replace(rounded, embed=self._in_bfloat16(self.embed))
+        elif precision == "bf16":
             raise ValueError(
                 f"precision is {precision!r}, but this problem has no embed to round; "
-                "it must be 'fp32'"
+                "it must be 'fp32', 'tf32' or 'bf16-all'"
             )
-        embed = self.embed
-        dtype = next(iter(self.x.values())).dtype
+        if precision == "bf16-all":
+            upper = self._in_bfloat16(self.upper)
+            rounded = replace(rounded, upper=upper, lower=self._in_bfloat16(self.lower))
+        return rounded
 
-        def embed_rounded(x: Tree, data: Data, rng: object) -> Data:
-            with torch.autocast(named_tensors(data)[0][1].device.type, torch.bfloat16):
-                features = embed(x, data, rng)
-            converted = []
-            for _, tensor in named_tensors(features):
-                if tensor.dtype == torch.bfloat16:
-                    tensor = tensor.to(dtype)
-                converted.append(tensor)
-            return repack(features, converted)
+    def _in_bfloat16(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss or `embed` in bfloat16, with its results in the dtype of x."""
+        example = next(iter(self.x.values()))
+        if isinstance(fn, _IgnoresRng):
+            fn = fn.fn
 
-        if isinstance(embed, _IgnoresRng):
-            return replace(self, embed=lambda x, data: embed_rounded(x, data, ()))
-        return replace(self, embed=embed_rounded)
+        def to_dtype_of_x(tensor: Tensor) -> Tensor:
+            if tensor.dtype == torch.bfloat16:
+                return tensor.to(example.dtype)
+            return tensor
+
+        @functools.wraps(fn)  # its signature tells whether it takes `rng`
+        def call(*args: Any) -> Any:
+            with torch.autocast(example.device.type, torch.bfloat16):
+                result = fn(*args)
+            return pytree.tree_map_only(Tensor, to_dtype_of_x, result)
+
+        return call
 
     def project(self, x: Tree) -> Tree:
         """The feasible point closest to x: `project_x(x)`, or x itself without constraints.

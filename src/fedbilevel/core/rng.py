@@ -22,8 +22,10 @@ import functools
 from collections.abc import Sequence
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 
 def _signed(value: int) -> int:
@@ -37,6 +39,12 @@ GOLDEN = _signed(0x9E3779B97F4A7C15)  # the constants of SplitMix64
 MIX1 = _signed(0xBF58476D1CE4E5B9)
 MIX2 = _signed(0x94D049BB133111EB)
 LARGEST = (1 << 63) - 1
+WORD1 = np.uint64(0xBF58476D1CE4E5B9)  # the same for NumPy
+WORD2 = np.uint64(0x94D049BB133111EB)
+SHIFT1 = np.uint64(30)
+SHIFT2 = np.uint64(27)
+SHIFT3 = np.uint64(31)
+SMALL = 1000
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
@@ -45,9 +53,27 @@ def _shift(bits: Tensor, count: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
+    if _is_small_on_cpu(bits):
+        return _mix_small(bits)
     bits = (bits ^ _shift(bits, 30)) * MIX1
     bits = (bits ^ _shift(bits, 27)) * MIX2
     return bits ^ _shift(bits, 31)
+
+
+def _is_small_on_cpu(bits: Tensor) -> bool:
+    """Tell whether a tensor is a plain one on the CPU, with few entries."""
+    if type(bits) is not Tensor or is_functorch_wrapped_tensor(bits):
+        return False
+    return bits.device.type == "cpu" and bits.numel() <= SMALL
+
+
+def _mix_small(bits: Tensor) -> Tensor:
+    """`_mix` with NumPy, which takes a third of the time for the keys of a cohort."""
+    words = bits.reshape(-1).numpy().view(np.uint64)
+    words = (words ^ (words >> SHIFT1)) * WORD1
+    words = (words ^ (words >> SHIFT2)) * WORD2
+    words = words ^ (words >> SHIFT3)
+    return torch.from_numpy(words.view(np.int64)).reshape(bits.shape)
 
 
 @functools.lru_cache(maxsize=4096)

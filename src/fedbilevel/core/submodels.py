@@ -22,15 +22,19 @@ Examples:
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedbilevel.core.tree import Tree
+from fedbilevel.core.devices import constant
+from fedbilevel.core.tree import Tree, flatten, unflatten
 
 Axes = Mapping[str, tuple[str | None, ...]]
 """For every tensor, by name, the axis of each of its dimensions; None is never cut."""
@@ -95,6 +99,111 @@ def count_units(axes: Axes, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return counts
 
 
+class _Layout(NamedTuple):
+    """Where the entries of a submodel lie in the whole model, whichever units it keeps.
+
+    Both are flattened, tensor after tensor. Entry j of the submodel is the entry
+
+        offset[j] + sum over k of kept[slot_k[j]] * stride_k[j]
+
+    of the whole model, where `kept` has the units that are kept, axis after axis. The k-th term is
+    for the k-th dimension of a tensor that is cut.
+
+    Attributes:
+        shapes: The shapes of the submodel's tensors.
+        offset: The part of the sum that depends on no unit.
+        terms: A slot and a stride per entry of the submodel, for each term.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    offset: Tensor
+    terms: list[tuple[Tensor, Tensor]]
+
+
+class _CutAxis(NamedTuple):
+    """An axis of which a submodel keeps some units: its units, those kept, and the first slot."""
+
+    total: int
+    kept: int
+    first_slot: int
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(
+    tensors: tuple[tuple[str, tuple[int, ...], tuple[str | None, ...]], ...],
+    counts: tuple[tuple[str, int, int], ...],
+    device: torch.device,
+) -> _Layout:
+    """Return the layout of submodels of one size.
+
+    Args:
+        tensors: For each tensor of the whole model its name, its shape, and its axes, if any.
+        counts: For every axis its name, the units it has, and the units that are kept.
+        device: Where the layout is used.
+    """
+    cut_axes: dict[str | None, _CutAxis] = {}
+    first_slot = 0
+    for axis, total, kept in counts:
+        if kept < total:
+            cut_axes[axis] = _CutAxis(total, kept, first_slot)
+        first_slot += kept
+    shapes = {}
+    offsets = []
+    terms = []
+    first_entry = 0
+    for name, shape, axes in tensors:
+        cut = [cut_axes.get(axis) for axis in axes or [None] * len(shape)]
+        offset, tensor_terms = _tensor_layout(shape, cut)
+        shapes[name] = tuple(offset.shape)
+        offsets.append(first_entry + offset.reshape(-1))
+        terms.append(tensor_terms)
+        first_entry += math.prod(shape)
+    return _Layout(shapes, torch.cat(offsets).to(device), _join_terms(offsets, terms, device))
+
+
+def _tensor_layout(
+    shape: Sequence[int], axes: Sequence[_CutAxis | None]
+) -> tuple[Tensor, list[tuple[Tensor, int]]]:
+    """Return the offsets of one tensor's entries, and a slot per entry and a stride per term."""
+    offset = torch.zeros((), dtype=torch.int64)
+    slots = []
+    for dim, (size, axis) in enumerate(zip(shape, axes, strict=True)):
+        stride = math.prod(shape[dim + 1 :])
+        index = torch.arange(size)
+        if axis is not None:
+            block = size // axis.total
+            index = torch.arange(axis.kept * block)
+            slots.append((dim, axis.first_slot + index // block, block * stride))
+            index = index % block
+        offset = offset.unsqueeze(-1) + index * stride
+    terms = []
+    for dim, slot, stride in slots:
+        trailing = [1] * (len(shape) - dim - 1)
+        terms.append((slot.view(-1, *trailing).expand(offset.shape).reshape(-1), stride))
+    return offset, terms
+
+
+def _join_terms(
+    offsets: Sequence[Tensor],
+    terms: Sequence[Sequence[tuple[Tensor, int]]],
+    device: torch.device,
+) -> list[tuple[Tensor, Tensor]]:
+    """Join the terms of all tensors; a tensor with fewer terms than others gets strides of 0."""
+    joined = []
+    for k in range(max(map(len, terms))):
+        slots = []
+        strides = []
+        for offset, tensor_terms in zip(offsets, terms, strict=True):
+            slot, stride = torch.zeros_like(offset), 0
+            if k < len(tensor_terms):
+                slot, stride = tensor_terms[k]
+            slots.append(slot)
+            strides.append(torch.full_like(slot, stride))
+        # 32 bits suffice for slots and strides; positions are sums in 64 bits.
+        joined.append((torch.cat(slots).int().to(device), torch.cat(strides).int().to(device)))
+    return joined
+
+
 @dataclass(frozen=True, eq=False)
 class Submodel:
     """The part of a model that a client holds: some units of every axis.
@@ -117,6 +226,10 @@ class Submodel:
     axes: Axes
     total: Mapping[str, int]
     kept: Mapping[str, Tensor]
+    # The layout and the positions of the tensors of these names: those of x, or those of y.
+    _located: dict[tuple[str, ...], tuple[_Layout, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def cut(self, tree: Tree) -> Tree:
         """Cut tensors of the whole model to this submodel.
@@ -127,14 +240,11 @@ class Submodel:
         Returns:
             The submodel's tensors.
         """
-        small = {}
-        for name, value in tree.items():
-            for dim, index in self._indices(name, value.shape):
-                value = value.index_select(dim, index.to(value.device))
-            small[name] = value
-        return Tree(small)
+        whole = flatten(tree)
+        part = whole.index_select(0, self.positions(tree))
+        return _split(part, self.shapes(tree))
 
-    def spread(self, tree: Tree, like: Mapping[str, Tensor]) -> Tree:
+    def spread(self, tree: Tree, like: Tree) -> Tree:
         """Put tensors of this submodel back at their positions in the whole model.
 
         Args:
@@ -144,13 +254,9 @@ class Submodel:
         Returns:
             Tensors shaped like the whole model, 0 outside of the submodel.
         """
-        whole = {}
-        for name, value in tree.items():
-            for dim, index in self._indices(name, like[name].shape):
-                shape = (*value.shape[:dim], like[name].shape[dim], *value.shape[dim + 1 :])
-                value = value.new_zeros(shape).index_copy(dim, index.to(value.device), value)
-            whole[name] = value
-        return Tree(whole)
+        part = flatten(tree)
+        whole = part.new_zeros(like.numel).index_copy_(0, self.positions(like), part)
+        return unflatten(whole, like)
 
     def shapes(self, like: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that `cut` returns, without cutting.
@@ -161,23 +267,48 @@ class Submodel:
         Returns:
             The shapes by name.
         """
-        shapes = {}
-        for name, value in like.items():
-            shape = list(value.shape)
-            for dim, index in self._indices(name, value.shape):
-                shape[dim] = len(index)
-            shapes[name] = tuple(shape)
-        return shapes
+        layout, _ = self._locate(like)
+        return layout.shapes
 
-    def _indices(self, name: str, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
-        """The dimensions of a tensor that are cut, each with the indices of the entries to keep."""
-        indices = []
-        for dim, axis in enumerate(self.axes.get(name, ())):
-            if axis is not None and len(self.kept[axis]) < self.total[axis]:
-                block = shape[dim] // self.total[axis]
-                entries = self.kept[axis][:, None] * block + torch.arange(block)
-                indices.append((dim, entries.reshape(-1)))
-        return indices
+    def positions(self, like: Mapping[str, Tensor]) -> Tensor:
+        """Return where the entries of this submodel lie in the whole model, both flattened.
+
+        Args:
+            like: Tensors of the whole model.
+
+        Returns:
+            An index into `flatten(like)` for each entry of the submodel, in ascending order.
+
+        Examples:
+            >>> axes = {"w": ("hidden", None)}
+            >>> part = Submodel(axes, total={"hidden": 3}, kept={"hidden": torch.tensor([0, 2])})
+            >>> part.positions(Tree(w=torch.ones(3, 2)))
+            tensor([0, 1, 4, 5])
+        """
+        _, positions = self._locate(like)
+        return positions
+
+    def _locate(self, like: Mapping[str, Tensor]) -> tuple[_Layout, Tensor]:
+        key = tuple(like)
+        if key not in self._located:
+            counts = tuple((axis, n, len(self.kept[axis])) for axis, n in self.total.items())
+            tensors = tuple(
+                (name, tuple(value.shape), tuple(self.axes.get(name, ())))
+                for name, value in like.items()
+            )
+            layout = _layout(tensors, counts, next(iter(like.values())).device)
+            positions = layout.offset
+            kept = torch.cat(list(self.kept.values())).to(positions.device, non_blocking=True)
+            for slot, stride in layout.terms:
+                positions = positions + kept.index_select(0, slot) * stride
+            self._located[key] = layout, positions
+        return self._located[key]
+
+
+def _split(vector: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
+    """Return consecutive parts of a vector as tensors of these shapes."""
+    parts = vector.split([math.prod(shape) for shape in shapes.values()])
+    return Tree({name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)})
 
 
 def static(axis: str, total: int, count: int, group: int) -> Tensor:
@@ -256,20 +387,29 @@ def importance(axes: Axes, tensors: Mapping[str, Tensor]) -> UnitSelector:
         >>> importance(axes, tensors)("hidden", 3, 2, 0)
         tensor([2, 0])
     """
+    counts = count_units(axes, tensors)
+    norms: dict[str, list[Tensor]] = defaultdict(list)
+    for name, dimensions in axes.items():
+        for dim, axis in enumerate(dimensions):
+            if axis is not None:
+                norms[axis].append(_unit_norms(tensors[name], dim, counts[axis]))
     order = {}
-    for axis, count in count_units(axes, tensors).items():
-        squares = torch.zeros(count, dtype=torch.float64)
-        for name, dimensions in axes.items():
-            for dim, other in enumerate(dimensions):
-                if other == axis:
-                    blocks = tensors[name].double().square().movedim(dim, 0).reshape(count, -1)
-                    squares += blocks.sum(1).cpu()
-        order[axis] = squares.argsort(descending=True, stable=True)
+    for axis in counts:
+        sizes: Tensor = torch.linalg.vector_norm(torch.stack(norms[axis]), dim=0)
+        order[axis] = sizes.argsort(descending=True, stable=True)
 
     def select(axis: str, total: int, count: int, group: int) -> Tensor:
         return order[axis][:count]
 
     return select
+
+
+def _unit_norms(tensor: Tensor, dim: int, units: int) -> Tensor:
+    """Return the norm of the entries of each unit along a dimension, in float64."""
+    blocks = tensor.unflatten(dim, (units, -1))
+    others = [other for other in range(blocks.ndim) if other != dim]
+    norms: Tensor = torch.linalg.vector_norm(blocks, dim=others, dtype=torch.float64)
+    return norms
 
 
 def choose_submodels(
@@ -317,13 +457,28 @@ def choose_submodels(
     for group, ratio in dict.fromkeys(zip(groups, ratios, strict=True)):
         counts = {axis: _kept_units(ratio[axis not in in_x], n) for axis, n in total.items()}
         # A selector may have state (OAP's does): it is called for whole models, too.
-        kept = {
-            axis: select(axis, n, counts[axis], group).sort().values for axis, n in total.items()
-        }
+        kept = {axis: select(axis, n, counts[axis], group) for axis, n in total.items()}
         submodels[group, ratio] = None
         if counts != total:
-            submodels[group, ratio] = Submodel(axes, total, kept)
+            submodels[group, ratio] = Submodel(axes, total, _in_ascending_order(kept, total))
     return [submodels[key] for key in zip(groups, ratios, strict=True)]
+
+
+def _in_ascending_order(kept: Mapping[str, Tensor], total: Mapping[str, int]) -> dict[str, Tensor]:
+    """Sort the units of every axis.
+
+    All axes are sorted together, because every operation on a GPU takes time to launch.
+    """
+    sizes = [len(units) for units in kept.values()]
+    # The axes follow one another if the units of each are numbered on from those of the last.
+    first_units = itertools.accumulate(total.values(), initial=0)
+    first_of_each: list[int] = []
+    for first_unit, size in zip(first_units, sizes, strict=False):
+        first_of_each += [first_unit] * size
+    units = torch.cat(list(kept.values()))
+    first = constant(tuple(first_of_each), units.device, units.dtype)
+    ordered = (units + first).sort().values - first
+    return dict(zip(kept, ordered.split(sizes), strict=True))
 
 
 def _kept_units(ratio: float, total: int) -> int:

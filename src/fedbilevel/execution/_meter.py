@@ -25,6 +25,7 @@ class Meter(TorchDispatchMode):
         flops: floating-point operations.
         peak_bytes: The most bytes that tensors created within held at any moment.
         largest_convolution: floating-point operations of the largest forward convolution.
+        calls: PyTorch operations.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,13 @@ class Meter(TorchDispatchMode):
         self.flops = 0
         self.peak_bytes = 0
         self.largest_convolution = 0
+        self.calls = 0
         self._live_bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch from importing its compiler, which takes a second, for this class."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -43,6 +50,7 @@ class Meter(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
+        self.calls += 1
         if formula := FORMULAS.get(func._overloadpacket):
             flops = formula(*args, **kwargs, out_val=outputs)
             self.flops += flops

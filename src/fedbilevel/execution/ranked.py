@@ -103,7 +103,7 @@ class RankedExecutor(Executor):
         total = pytree.tree_map(self._zeros_like, _additive(shapes))
         for sums in local_sums:
             total = pytree.tree_map(torch.add, total, _additive(sums))
-        totals, steps, accepted = ranks.all_reduce_sum(total)
+        totals, steps, accepted, weight = ranks.all_reduce_sum(total)
         finite = torch.cat([mask for part in parts for mask in part.finite], 1)
         by_number = {task.number: task for task in tasks}
         return Results(
@@ -111,7 +111,7 @@ class RankedExecutor(Executor):
             costs=[cost for part in parts for cost in part.costs],
             nbytes=max(part.nbytes for part in parts),
             values={},
-            sums=Sums(totals, steps, accepted, finite),
+            sums=Sums(totals, steps, accepted, weight, finite),
         )
 
     def _sum(self, results: Results) -> Sums:
@@ -162,6 +162,6 @@ class _RankSums(NamedTuple):
     finite: list[Tensor]
 
 
-def _additive(sums: Sums) -> tuple[Any, Tensor, Tensor]:
+def _additive(sums: Sums) -> tuple[Any, Tensor, Tensor, Tensor]:
     """The parts of sums that add up; a mask of finite replies is concatenated instead."""
-    return sums.totals, sums.steps, sums.accepted
+    return sums.totals, sums.steps, sums.accepted, sums.weight

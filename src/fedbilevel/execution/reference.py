@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core.devices import to_device
 from fedbilevel.core.oracle import FeatureBatch, Oracle
+from fedbilevel.core.precision import Precision, products_in
 from fedbilevel.core.problem import Batch, ClientData, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import nbytes
@@ -54,6 +55,7 @@ class ReferenceExecutor(Executor):
         batch_size: Samples per mini-batch; None for the full batch.
         device: Where clients compute.
         memory: Bytes of client memories that are cached; the rest is kept in a file.
+        precision: The precision of products and convolutions.
 
     Attributes:
         memories: What each client remembers.
@@ -79,8 +81,10 @@ class ReferenceExecutor(Executor):
         *,
         device: str = "cpu",
         memory: int = 2**31,
+        precision: Precision = "fp32",
     ) -> None:
-        self.problem = problem
+        self.problem = problem.with_precision(precision)
+        self.precision = precision
         self.clients = clients
         self.batch_size = batch_size
         self.device = device
@@ -91,7 +95,7 @@ class ReferenceExecutor(Executor):
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
         """Run tasks one by one and yield a stack of one reply for each; `sums` is ignored."""
         for task in tasks:
-            with on_client(task.client, task.broadcast):
+            with on_client(task.client, task.broadcast), products_in(self.precision, self.device):
                 results = self._run_task(task)
             yield results
 

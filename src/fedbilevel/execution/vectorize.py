@@ -19,8 +19,24 @@ ApplyToStack = Callable[[Callable[..., Nested], Sequence[Tensor]], Nested]
 
 
 def apply_vmap(fn: Callable[..., Nested], stacks: Sequence[Tensor]) -> Nested:
-    """Call `fn`, a function of one client's tensors, on all clients at once under `vmap`."""
-    return vmap(fn)(*stacks)
+    """Call `fn`, a function of one client's tensors, on all clients at once under `vmap`.
+
+    A stack that repeats one tensor for all clients (`Tensor.expand`) is passed as that tensor. What
+    depends on such tensors alone is then computed once, and a product of a shared weight with the
+    samples of all clients is one product.
+    """
+    shared = [_is_shared(stack) for stack in stacks]
+    if all(shared):  # `vmap` needs an axis to map over
+        return vmap(fn)(*stacks)
+    in_dims = tuple(None if is_shared else 0 for is_shared in shared)
+    args = [
+        stack[0] if is_shared else stack for stack, is_shared in zip(stacks, shared, strict=True)
+    ]
+    return vmap(fn, in_dims=in_dims)(*args)
+
+
+def _is_shared(stack: Tensor) -> bool:
+    return stack.stride(0) == 0 and len(stack) > 1
 
 
 def apply_to_one(fn: Callable[..., Nested], stacks: Sequence[Tensor]) -> Nested:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from fedbilevel.core import checks
+from fedbilevel.core.precision import Precision
 
 Table = dict[str, Any]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -76,7 +77,7 @@ class Runtime(Strict):
 
     mode: Literal["stack", "loop"] = "stack"
     memory: Annotated[int, Field(ge=1)] | None = None
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     compile: bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
 

@@ -86,8 +86,9 @@ class Assigner:
         self._check(phase, clients, each, submodels)
         broadcasts: dict[Submodel | None, Broadcast] = {}
         for index, submodel in enumerate(dict.fromkeys(submodels or [None])):
-            key = fold_in(fold_in(root(self.seed, "stages"), self.tasks_made), index)
-            broadcasts[submodel] = self._broadcast(phase, message, round_, iteration, submodel, key)
+            broadcasts[submodel] = self._broadcast(
+                phase, message, round_, iteration, submodel, index
+            )
         numbers = torch.arange(self.tasks_made, self.tasks_made + len(clients))
         self.tasks_made += len(clients)
         keys = fold_in(fold_in(root(self.seed, phase.name), numbers), torch.tensor(clients))
@@ -130,11 +131,12 @@ class Assigner:
         round_: int,
         iteration: int,
         submodel: Submodel | None,
-        key: Tensor,
+        index: int,
     ) -> Broadcast:
         """Cut a message to a submodel and send it through its stages.
 
-        The message is decoded here, as every client would decode it.
+        The message is decoded here, as every client would decode it. `index` numbers the submodels
+        of an exchange, for the draws of stages.
         """
         if submodel:
             parts = {}
@@ -144,6 +146,7 @@ class Assigner:
         if not self.message_stages:
             return Broadcast(phase, message, round_, iteration, submodel, stages=self.reply_stages)
         kinds = message_kinds(message, self.problem)
+        key = fold_in(fold_in(root(self.seed, "stages"), self.tasks_made), index)
         payload, _ = encode_values(self.message_stages, message, kinds, key, {})
         like = templates(kinds, self.problem, submodel)
         received = decode_values(self.message_stages, payload, kinds, like)

@@ -33,7 +33,10 @@ from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 
 # Recorded numbers whose name begins with one of these words are not averaged.
-EXTREMES: dict[str, Callable[..., float]] = {"max": max, "min": min}
+EXTREMES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 class Federation:
@@ -164,9 +167,11 @@ class Federation:
             3
         """
         unavailable = self.transport.unavailable(self.environment.min_replies, self.in_flight)
-        key = fold_in(root(self.seed, "cohort"), self.cohorts)
-        self.cohorts += 1
         size = self.environment.cohort_size(len(self))
+        self.cohorts += 1
+        if size == len(self) and not unavailable:
+            return list(range(size))
+        key = fold_in(root(self.seed, "cohort"), self.cohorts - 1)
         if not unavailable:
             return subset(key, len(self), size)
         # Enough candidates that a full cohort remains. No list of all registered clients is made.
@@ -462,7 +467,7 @@ class Federation:
             total, count = self.recorded.get(name, (0.0, 0))
             extreme = EXTREMES.get(name.split("_")[0])
             if extreme and count:
-                total = extreme(float(total), float(value))
+                total = extreme(_float64(total), _float64(value))
             elif isinstance(value, Tensor):  # not converted: that would wait for a GPU
                 total = total + value.double()
             else:
@@ -535,6 +540,10 @@ class Federation:
         tasks = self.assigner.tasks_from_dict(snapshot["in_flight"], self.device)
         self.in_flight = {task.client: task for task in tasks}
         self.transport.restore(snapshot["transport"], self.in_flight)
+
+
+def _float64(value: float | Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
 
 
 def _in_client_order(reports: Iterable[Report]) -> Iterator[Report]:

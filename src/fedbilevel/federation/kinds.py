@@ -10,14 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodels import Submodel
-from fedbilevel.core.tree import Tree
+from fedbilevel.core.tree import Tree, unflatten
 
 # Shaped like x, shaped like y, a single number, or a tree with a shape for each of its names.
 Kind = Literal["x", "y", "scalar"] | Mapping[str, tuple[int, ...]]
+
+
+class ReplyError(TypeError):
+    """The replies of a phase have not the names and shapes that it declares."""
 
 
 def reply_mismatch(
@@ -64,17 +69,22 @@ def templates(
 
     Stages decode a payload into the shapes of its template (`Stage.decode`).
     """
+    tensor = next(iter(problem.x.values()))
     trees = {}
     for name, kind in kinds.items():
-        if kind == "scalar":
-            continue
-        if isinstance(kind, str):
-            whole = Tree(_variable(kind, problem))
-            trees[name] = submodel.cut(whole) if submodel else whole
-        else:
-            tensor = next(iter(problem.x.values()))
-            trees[name] = Tree({key: tensor.new_zeros(shape) for key, shape in kind.items()})
+        if kind != "scalar":
+            shapes = _kind_shapes(kind, problem, submodel)
+            trees[name] = Tree({key: tensor.new_zeros(shape) for key, shape in shapes.items()})
     return trees
+
+
+def unflatten_value(vector: Tensor, kind: Kind, problem: Problem) -> Tree | Tensor:
+    """A value of this kind from all its entries in one vector; a scalar is returned as it is."""
+    if isinstance(kind, str):
+        if kind == "scalar":
+            return vector
+        return unflatten(vector, Tree(_variable(kind, problem)))
+    return unflatten(vector, Tree({n: torch.empty(s, device="meta") for n, s in kind.items()}))
 
 
 def message_kinds(message: Mapping[str, object], problem: Problem) -> dict[str, Kind]:

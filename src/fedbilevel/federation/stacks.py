@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.tree import Tree
+from fedbilevel.core.tree import Tree, flatten
 from fedbilevel.federation.task import Sums, Values
+
+MANY_TENSORS = 8
 
 
 def weighted_sum(stack: Values, weights: Tensor, mask: Tensor | None = None) -> Values:
@@ -35,16 +38,41 @@ def weighted_sum(stack: Values, weights: Tensor, mask: Tensor | None = None) -> 
     return pytree.tree_map(total, stack)  # type: ignore[no-any-return]
 
 
+def _joined(value: Any) -> Any:
+    """The values of a stack with a tree of many tensors as one matrix, a row per client.
+
+    A GPU takes longer to begin an operation on a small tensor than to carry it out.
+    """
+    if isinstance(value, Tree) and len(value) > MANY_TENSORS:
+        return torch.cat([_rows(tensor) for tensor in value.values()], 1)
+    return value
+
+
+def _largest_entries(value: Any) -> Tensor:
+    """The largest absolute entry of each client's value; not finite if an entry is not."""
+    largest = []
+    for tensor in pytree.tree_leaves(value):
+        largest.append(torch.linalg.vector_norm(_rows(tensor), torch.inf, 1).double())
+    return torch.stack(largest).amax(0)
+
+
 def sum_finite(stack: Values, weights: Tensor, steps: Tensor) -> Sums:
     """The weighted sums of those replies that are finite, computed without waiting for a GPU."""
-    norms = []
-    for tensor in pytree.tree_leaves(stack):
-        norms.append(torch.linalg.vector_norm(_rows(tensor), torch.inf, 1).double())
-    finite = torch.stack(norms).isfinite()
+    joined = {name: _joined(value) for name, value in stack.items()}
+    finite = torch.stack([_largest_entries(value) for value in joined.values()]).isfinite()
     accepted = finite.all(0)
     accepted_weights = weights.where(accepted, 0.0)
-    totals = weighted_sum(stack, weights, accepted)
-    return Sums(totals, accepted_weights @ steps.double(), accepted.sum(), finite)
+    totals = weighted_sum(joined, weights, accepted)
+    for name, total in totals.items():
+        if isinstance(total, Tree):
+            totals[name] = flatten(total)
+    return Sums(
+        totals,
+        steps=accepted_weights @ steps.double(),
+        accepted=accepted.sum(),
+        weight=accepted_weights.sum(),
+        finite=finite,
+    )
 
 
 def reply_at(stack: Values, index: int) -> Values:

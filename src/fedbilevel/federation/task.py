@@ -10,9 +10,11 @@ client: the values and the costs in `Results`. Code is never sent.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -137,24 +139,18 @@ class Sums(NamedTuple):
     """Replies that were summed where they were computed.
 
     Attributes:
-        totals: The weighted sums of the finite replies, by name.
+        totals: The weighted sums of the finite replies, by name; a tree is one vector (`flatten`).
         steps: The weighted sum of the numbers of steps of the finite replies.
         accepted: How many replies are finite.
-        finite: Whether each tensor of each reply is finite: a row per tensor, a column per client.
+        weight: The sum of their weights.
+        finite: Whether each value of each reply is finite: a row per name, a column per client.
     """
 
-    totals: Values
+    totals: dict[str, Tensor]
     steps: Tensor
     accepted: Tensor
+    weight: Tensor
     finite: Tensor
-
-    @property
-    def names(self) -> list[str]:
-        """The name of the value that each row of `finite` belongs to."""
-        names = []
-        for name, value in self.totals.items():
-            names += [name] * len(pytree.tree_leaves(value))
-        return names
 
 
 class Results(NamedTuple):
@@ -213,13 +209,20 @@ def shape_key(values: Mapping[str, Any]) -> str:
     """A text that is equal for nested values whose tensors have equal names and shapes."""
     if not values:
         return ""
-    shapes = {}
+    shapes: list[Hashable] = []
     for name, value in values.items():
         if isinstance(value, Tree):  # the common case, faster than a walk over the nest
-            shapes[name] = {key: tensor.shape for key, tensor in value.items()}
+            shapes.append((name, *((key, tensor.shape) for key, tensor in value.items())))
         else:
-            shapes[name] = pytree.tree_map(lambda t: getattr(t, "shape", ()), value)
-    return repr(shapes)
+            leaves, spec = pytree.tree_flatten(value)
+            shapes.append((name, repr(spec), *(getattr(leaf, "shape", ()) for leaf in leaves)))
+    return _digest(tuple(shapes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(shapes: Hashable) -> str:
+    """A short text for names and shapes, the same in every process."""
+    return blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
 
 
 class on_client:  # noqa: N801  (it reads as a phrase: with on_client(3, "round 1"))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fedbilevel.core import checks, devices, ranks
+from fedbilevel.core.precision import Precision
 from fedbilevel.core.problem import ClientData, Problem, client_weights
 from fedbilevel.core.tree import Tree
 from fedbilevel.execution.executor import Executor
@@ -30,7 +31,7 @@ def simulated_federation(
     device: str = "cpu",
     mode: Literal["stack", "loop"] = "stack",
     memory: int | None = None,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Precision = "fp32",
     compile: bool = False,
 ) -> Federation:
     """Create a federation whose clients are simulated in this process, on a virtual clock.
@@ -50,7 +51,9 @@ def simulated_federation(
             the same random draws, and agree up to rounding.
         memory: The bytes that a stack of clients may take, by default two gigabytes, or a quarter
             of a GPU. Client memory beyond the same number of bytes goes to a file.
-        precision: The precision of the backbone (`Problem.embed`).
+        precision: The precision of the clients' products and convolutions: "fp32", which rounds
+            nothing; "tf32", for GPUs; "bf16" for the backbone (`Problem.embed`) alone; or
+            "bf16-all".
         compile: Whether client steps are compiled with `torch.compile`; for GPUs only.
 
     Returns:
@@ -84,6 +87,10 @@ def simulated_federation(
             "compile is True, but device is 'cpu', where a compiled step is no faster; "
             "it must be False"
         )
+    if precision == "tf32" and device == "cpu":
+        raise ValueError(
+            "precision is 'tf32', but device is 'cpu', which has none; it must be 'fp32' or 'bf16'"
+        )
     p = client_weights(weights, clients)
     batch_size = environment.batch_size
     episode = batch_size if problem.lower_level == "private" else None
@@ -94,15 +101,16 @@ def simulated_federation(
     executor: Executor
     if mode == "loop":
         executor = ReferenceExecutor(
-            problem.with_precision(precision), clients, batch_size, device=device, memory=memory
+            problem, clients, batch_size, device=device, memory=memory, precision=precision
         )
     else:
         executor = StackedExecutor(
-            problem.with_precision(precision),
+            problem,
             clients,
             batch_size,
             device=device,
             memory=memory,
+            precision=precision,
             compile=compile,
         )
     if ranks.size() > 1:

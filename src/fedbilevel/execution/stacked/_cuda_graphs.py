@@ -7,7 +7,8 @@ once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,14 @@ class CapturedProgram(NamedTuple):
     output_spec: pytree.TreeSpec
     plain_result: object
 
+    def replay(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the program on new inputs; return its nested result."""
+        _copy(self.inputs, tensors)
+        self.graph.replay()
+        results = [torch.empty_like(output) for output in self.outputs]
+        _copy(results, self.outputs)
+        return pytree.tree_unflatten(results, self.output_spec)
+
 
 class CudaGraphs:
     """Captures and replays programs.
@@ -40,6 +49,9 @@ class CudaGraphs:
     nothing but launch kernels. A program that does more, such as copying from the CPU or branching
     on a tensor, cannot be captured; it then runs as it is, which is logged.
 
+    Programs that are run within `side_by_side` run at the same time, each on a stream of its own: a
+    program of small kernels leaves most of a GPU idle.
+
     Attributes:
         captured: The captured programs; None for one that cannot be captured.
         capturing: Whether a program is being captured now.
@@ -48,6 +60,9 @@ class CudaGraphs:
     def __init__(self) -> None:
         self.captured: dict[Hashable, CapturedProgram | None] = {}
         self.capturing = False
+        self._streams: list[torch.cuda.Stream] = []
+        self._busy: dict[Hashable, torch.cuda.Stream] | None = None  # within `side_by_side`
+        self._inputs: list[Sequence[Tensor]] = []  # of the programs on the busy streams
 
     def run(
         self,
@@ -72,10 +87,40 @@ class CudaGraphs:
         captured = self.captured[key]
         if captured is None:
             return program(pytree.tree_unflatten(leaves, spec))
-        torch._foreach_copy_(captured.inputs, _tensors(leaves))
-        captured.graph.replay()
-        outputs = [output.clone() for output in captured.outputs]
-        return pytree.tree_unflatten(outputs, captured.output_spec), captured.plain_result
+        tensors = _tensors(leaves)
+        if self._busy is None:
+            return captured.replay(tensors), captured.plain_result
+        stream = self._stream_for(key, self._busy)
+        stream.wait_stream(torch.cuda.current_stream())
+        self._inputs.append(tensors)  # their memory must not be reused before the stream is done
+        with torch.cuda.stream(stream):
+            return captured.replay(tensors), captured.plain_result
+
+    @contextmanager
+    def side_by_side(self) -> Iterator[None]:
+        """A context in which captured programs run at the same time.
+
+        Their results may be used after it.
+        """
+        self._busy = {}
+        try:
+            yield
+        finally:
+            for stream in self._busy.values():
+                torch.cuda.current_stream().wait_stream(stream)
+            self._busy = None
+            self._inputs = []
+
+    def _stream_for(
+        self, key: Hashable, busy: dict[Hashable, torch.cuda.Stream]
+    ) -> torch.cuda.Stream:
+        """Return a stream that is not busy, unless with the same program.
+
+        A program works in one place, so that two runs of it must follow one another.
+        """
+        if len(busy) == len(self._streams):
+            self._streams.append(torch.cuda.Stream())
+        return busy.setdefault(key, self._streams[len(busy)])
 
     def _capture(
         self, key: Hashable, program: Program, leaves: Sequence[Leaf], spec: pytree.TreeSpec
@@ -115,6 +160,17 @@ def signature(leaves: Sequence[Leaf]) -> tuple[object, ...]:
         (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
     )
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, all those of one dtype at once."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        pair = by_dtype.setdefault(target.dtype, ([], []))
+        pair[0].append(target)
+        pair[1].append(source)
+    for pair in by_dtype.values():
+        torch._foreach_copy_(*pair)
 
 
 def _tensors(leaves: Sequence[Leaf]) -> list[Tensor]:

@@ -132,9 +132,13 @@ class InputBuilder:
         return to_device(value, self.device)
 
     def _weights(self, tasks: list[Task]) -> Tensor | tuple[()]:
-        """Return the weights with which a GPU sums replies, or () if single replies are needed."""
-        broadcast = tasks[0].broadcast
-        if not self.on_gpu or broadcast.remembers or broadcast.submodel:
+        """Return the weights with which a GPU sums replies, or () if single replies are needed.
+
+        They are needed where clients with different submodels of one size share a stack.
+        """
+        if not self.on_gpu or tasks[0].broadcast.remembers:
+            return ()
+        if len({task.broadcast.submodel for task in tasks}) > 1:
             return ()
         return constant(tuple(task.weight for task in tasks), self.device, torch.float64)
 

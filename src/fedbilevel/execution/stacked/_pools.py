@@ -115,6 +115,10 @@ class Pool:
             size: Used if `indices` is None.
         """
         if indices is None:
+            if len(starts) == 1 and not starts.is_cuda:
+                start = int(starts)
+                views = [tensor[start : start + size].unsqueeze(0) for tensor in self.tensors]
+                return repack(self.container, views)
             indices = torch.arange(size, device=starts.device).expand(len(starts), size)
         rows = (starts[: len(indices)].unsqueeze(-1) + indices).flatten()
         selected = [_select_rows(t, rows).unflatten(0, indices.shape) for t in self.tensors]

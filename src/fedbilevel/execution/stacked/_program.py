@@ -17,6 +17,7 @@ from fedbilevel.execution.stacked._inputs import StackInputs
 from fedbilevel.execution.stacked._samples import StackSamples
 from fedbilevel.execution.stacked._steps import KnownSteps, StackedStep, StepRunner
 from fedbilevel.execution.vectorize import ApplyToStack, Nested, vectorized
+from fedbilevel.federation.kinds import reply_mismatch
 from fedbilevel.federation.phase import Message, Phase
 from fedbilevel.federation.stacks import sum_finite
 from fedbilevel.federation.task import Broadcast, Sums, TaskCost, Values
@@ -25,10 +26,11 @@ Carry = tuple[list[Tensor], pytree.TreeSpec]  # flat, because it goes through ev
 
 
 class ProgramCosts(NamedTuple):
-    """What the tasks of a stack cost."""
+    """What the tasks of a stack cost, and what is wrong with replies that were summed."""
 
     by_steps: list[TaskCost]  # of a task with 0, 1, 2, ... steps
     reply_bytes: int
+    mismatch: str | None = None
 
 
 class StackProgram:
@@ -95,8 +97,11 @@ class StackProgram:
         program_costs = ProgramCosts(costs, self._reply_bytes(replies, len(inputs.keys)))
         if not isinstance(inputs.weights, Tensor):
             return replies, program_costs
+        mismatch = reply_mismatch(
+            replies, phase.reply, problem, self.broadcast.submodel, len(inputs.keys)
+        )
         sums = self.step_runner.run_fused("sums", sum_finite, replies, inputs.weights, inputs.steps)
-        return sums, program_costs
+        return sums, program_costs._replace(mismatch=mismatch)
 
     def _batches(self, phase: Phase, inputs: StackInputs) -> StackBatches:
         return StackBatches(

@@ -29,7 +29,9 @@ from fedbilevel.federation.task import TaskCost, first_line
 log = logging.getLogger("fedbilevel")
 
 TRACE_FROM = 50  # uses of a step before it is traced: a trace costs about what it saves in so many
-TRACE_BELOW = 8e9  # operations of a stack on a CPU: larger steps gain nothing from a trace
+# Steps that are larger than this gain nothing from a trace.
+TRACE_BELOW = 8e9  # floating-point operations of a stack, on a CPU
+TRACE_CALLS = 1000  # PyTorch operations, on a GPU: each takes milliseconds to trace
 
 # The name and cost of each step of one task, by what is quick to compare. The structure of the
 # carry is kept too, so that its id is not reused.
@@ -131,7 +133,8 @@ class StepRunner:
         compile_: Whether traces go through PyTorch's compiler.
 
     Attributes:
-        measured: Operations and peak bytes of each part for one client, by name.
+        measured: floating-point operations and peak bytes of each part for one client, by name.
+        calls: The number of PyTorch operations of each part, by name.
         uses: How often each step or task ran, by name.
         traces: Traced functions, by name; None for one that cannot be traced.
     """
@@ -142,6 +145,7 @@ class StepRunner:
         self.compile = compile_
         self.trace = compile_trace if compile_ else trace
         self.measured: dict[str, tuple[int, int]] = {}
+        self.calls: dict[str, int] = {}
         self.uses: dict[str, int] = {}
         self.traces: dict[str, TracedStep | None] = {}
         self._names: dict[Hashable, str] = {}
@@ -150,11 +154,16 @@ class StepRunner:
 
     def mark(self) -> dict[str, Any]:
         """Return what determines which steps are traced: a traced step rounds differently."""
-        return {"measured": dict(self.measured), "uses": dict(self.uses)}
+        return {
+            "measured": dict(self.measured),
+            "calls": dict(self.calls),
+            "uses": dict(self.uses),
+        }
 
     def rollback(self, mark: Mapping[str, Any]) -> None:
         """Return to the state at the mark; traces are kept."""
         self.measured = dict(mark.get("measured", {}))
+        self.calls = dict(mark.get("calls", {}))
         self.uses = dict(mark.get("uses", {}))
         self._finish_costs = {}
 
@@ -206,6 +215,7 @@ class StepRunner:
             with Meter() as meter:
                 apply_to_one(fn, first_client)
             self.measured[client_name] = (meter.flops, nbytes(first_client) + meter.peak_bytes)
+            self.calls[name] = meter.calls
         flops, peak_bytes = self.measured[client_name]
         return name, TaskCost(flops=flops, peak_bytes=peak_bytes)
 
@@ -300,7 +310,7 @@ class StepRunner:
     def _is_replayed(self, name: str, step: StackedStep, cost: TaskCost) -> bool:
         """Tell whether a step runs from a trace this time."""
         if self.graphs:
-            return self.graphs.capturing
+            return self.graphs.capturing and self.calls.get(name, 0) <= TRACE_CALLS
         clients = len(step.inputs[0])
         if cost.flops * clients > TRACE_BELOW:
             return False

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core import ranks
 from fedbilevel.core.devices import constant, to_device
+from fedbilevel.core.precision import Precision, products_in
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import nbytes
@@ -28,13 +29,14 @@ from fedbilevel.execution.memories import (
     stage_memory,
 )
 from fedbilevel.execution.stacked._batches import batch_shape
+from fedbilevel.execution.stacked._convolutions import Convolutions
 from fedbilevel.execution.stacked._cuda_graphs import CudaGraphs, signature
 from fedbilevel.execution.stacked._inputs import InputBuilder, StackInputs, stack_values
 from fedbilevel.execution.stacked._program import ProgramCosts, StackProgram
 from fedbilevel.execution.stacked._samples import SampleStore
 from fedbilevel.execution.stacked._steps import StepRunner
 from fedbilevel.execution.vectorize import ApplyToStack, apply_to_one, apply_vmap, vectorized
-from fedbilevel.federation.kinds import reply_mismatch
+from fedbilevel.federation.kinds import ReplyError, reply_mismatch
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.stages import encode_values
 from fedbilevel.federation.task import (
@@ -71,6 +73,7 @@ class StackedExecutor(Executor):
         batch_size: Samples per mini-batch; None for the full batch.
         device: Where clients compute.
         memory: Bytes that a chunk may take, and also bytes of client memories that are cached.
+        precision: The precision of products and convolutions.
         compile: Whether captured tasks go through PyTorch's compiler.
 
     Attributes:
@@ -98,9 +101,12 @@ class StackedExecutor(Executor):
         *,
         device: str = "cpu",
         memory: int = 2**31,
+        precision: Precision = "fp32",
         compile: bool = False,
     ) -> None:
+        problem = problem.with_precision(precision)
         self.problem = problem
+        self.precision = precision
         self.clients = clients
         self.batch_size = batch_size
         self.device = device
@@ -109,6 +115,7 @@ class StackedExecutor(Executor):
         self.memories = Memories(device, memory)
         self.footprints: dict[str, int] = {}
         self.graphs = CudaGraphs()
+        self.convolutions = Convolutions()
         self.step_runner = StepRunner(problem, self.graphs if self.on_gpu else None, compile)
         self.sample_store = SampleStore(problem, self.step_runner, memory, device)
         self.inputs = InputBuilder(problem, self.sample_store, batch_size, device)
@@ -127,18 +134,18 @@ class StackedExecutor(Executor):
         Raises:
             ClientError: The code of a client failed, or works for every client alone but not in a
                 stack.
-            TypeError: A reply has not the names and shapes that its phase declares.
+            ReplyError: A reply has not the names and shapes that its phase declares.
         """
         self._data = self._read_data(tasks)
         for group in concurrent_groups(tasks):
-            for chunk in self._chunks(group):
-                results = self._run_chunk(chunk, sums)
-                if chunk[0].broadcast.phase.remembers:
-                    self._remember(results)
-                self._check_replies(results)
-                if chunk[0].broadcast.stages:
-                    results = self._encode(results)
-                yield results
+            for chunks in self._side_by_side(group):
+                for results in self._run_chunks(chunks, sums):
+                    if results.tasks[0].broadcast.phase.remembers:
+                        self._remember(results)
+                    self._check_replies(results)
+                    if results.tasks[0].broadcast.stages:
+                        results = self._encode(results)
+                    yield results
 
     def _read_data(self, tasks: Sequence[Task]) -> dict[int, ClientData]:
         data: dict[int, ClientData] = {}
@@ -150,8 +157,30 @@ class StackedExecutor(Executor):
                     raise
         return data
 
-    def _chunks(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
-        """Yield tasks that can be stacked, as many at a time as the memory allows.
+    def _side_by_side(self, tasks: Sequence[Task]) -> Iterator[list[list[Task]]]:
+        """Yield chunks that run at the same time: on a GPU as many as the memory allows."""
+        together: list[list[Task]] = []
+        used = 0
+        for chunk, size in self._chunks(tasks):
+            if together and (not self.on_gpu or used + size > self.memory):
+                yield together
+                together = []
+                used = 0
+            together.append(chunk)
+            used += size
+        if together:
+            yield together
+
+    def _run_chunks(self, chunks: list[list[Task]], sums: bool) -> list[Results]:
+        """Run chunks, at the same time if there are several."""
+        with products_in(self.precision, self.device):
+            if len(chunks) == 1:
+                return [self._run_chunk(chunks[0], sums)]
+            with self.graphs.side_by_side():
+                return [self._run_chunk(chunk, sums) for chunk in chunks]
+
+    def _chunks(self, tasks: Sequence[Task]) -> Iterator[tuple[list[Task], int]]:
+        """Yield tasks that can be stacked, as many at a time as the memory allows, and their bytes.
 
         The longest tasks come first, so that a stack can shrink as tasks finish.
         """
@@ -178,25 +207,28 @@ class StackedExecutor(Executor):
                 shape = batch_shape(self._data[task.client], sides, batch_size, epochs)
                 groups[(phase.name, shape, message_key), phase_number].append(task)
         for (kind, _), group in groups.items():
-            size = 1
-            if len(group) > 1:
-                size = max(1, self.memory // self._footprint(repr(kind), group))
+            each = self.memory
+            if len(group) > 1 or self.on_gpu:
+                each = self._footprint(repr(kind), group)
+            count = max(1, self.memory // each)
             group.sort(key=lambda task: -task.steps)
-            for start in range(0, len(group), size):
-                yield group[start : start + size]
+            for start in range(0, len(group), count):
+                chunk = group[start : start + count]
+                yield chunk, each * len(chunk)
 
     def _footprint(self, kind: str, group: list[Task]) -> int:
         """Return the bytes that one client takes in a stack.
 
-        They are measured once per kind of task, on two steps of the two clients with most samples.
+        They are measured once per kind of task, on two steps of the clients with most samples: of
+        two of them, if there are two.
         """
         if kind not in self.footprints:
             largest = sorted(group, key=self._sample_count)[-2:]
             steps = min(2, max(task.steps for task in group))
             constant.cache_clear()  # what is measured must not depend on what ran before
-            with Meter() as meter:
+            with products_in(self.precision, self.device), Meter() as meter:
                 self._run_chunk([replace(task, steps=steps) for task in largest], False)
-            self.footprints[kind] = max(meter.peak_bytes // 2, 1)
+            self.footprints[kind] = max(meter.peak_bytes // len(largest), 1)
             # A stack makes grouped convolutions, which are slower on a CPU if they are large.
             if not self.on_gpu and meter.largest_convolution // 2 > STACK_BELOW:
                 self.footprints[kind] = self.memory
@@ -212,6 +244,8 @@ class StackedExecutor(Executor):
             return self._run_alone(tasks[0], sums)
         try:
             return self._run_stack(tasks, apply_vmap, sums)
+        except ReplyError:
+            raise
         except Exception as error:
             for task in tasks:
                 self._run_alone(task, sums)
@@ -235,6 +269,8 @@ class StackedExecutor(Executor):
             replies, program_costs = self._run_captured(program, inputs)
         else:
             replies, program_costs = program(inputs)
+        if program_costs.mismatch:
+            raise ReplyError(f"phase {broadcast.phase.name!r} {program_costs.mismatch}")
         feature_bytes = nbytes(samples.features) // len(tasks)
         costs_by_steps = [
             cost._replace(peak_bytes=cost.peak_bytes + feature_bytes).then(samples.embedding)
@@ -257,7 +293,13 @@ class StackedExecutor(Executor):
         name = self.step_runner.name((structure, "task", spec, signature(leaves)))
         if self.step_runner.count_use(name) <= CAPTURE_FROM:
             return program(inputs)
-        return self.graphs.run(name, self.sample_store.addresses(), program, leaves, spec)
+
+        def with_fast_convolutions(inputs: StackInputs) -> tuple[Values | Sums, ProgramCosts]:
+            with self.convolutions:
+                return program(inputs)
+
+        addresses = self.sample_store.addresses()
+        return self.graphs.run(name, addresses, with_fast_convolutions, leaves, spec)
 
     def _recall(self, task: Task) -> Memory:
         """Return what the phases of a task's client remember."""
@@ -274,17 +316,19 @@ class StackedExecutor(Executor):
             self.memories[task.client] = join_memories(of_phases, of_stages)
 
     def _check_replies(self, results: Results) -> None:
-        """Refuse replies that have not the names and shapes that their phase declares."""
+        """Refuse replies that have not the names and shapes that their phase declares.
+
+        Replies that were summed have been checked already.
+        """
+        if results.sums:
+            return
         broadcast = results.tasks[0].broadcast
         declared = broadcast.phase.reply
-        if results.sums:
-            why = reply_mismatch(results.sums.totals, declared, self.problem, broadcast.submodel)
-        else:
-            why = reply_mismatch(
-                results.values, declared, self.problem, broadcast.submodel, len(results.tasks)
-            )
+        why = reply_mismatch(
+            results.values, declared, self.problem, broadcast.submodel, len(results.tasks)
+        )
         if why:
-            raise TypeError(f"phase {broadcast.phase.name!r} {why}")
+            raise ReplyError(f"phase {broadcast.phase.name!r} {why}")
 
     def _encode(self, results: Results) -> Results:
         """Send replies through their stages; return what travels."""
@@ -316,6 +360,7 @@ class StackedExecutor(Executor):
         return {
             "memories": self.memories.mark(),
             "footprints": dict(self.footprints),
+            "convolutions": dict(self.convolutions.choices),
             **self.step_runner.mark(),
         }
 
@@ -324,6 +369,7 @@ class StackedExecutor(Executor):
         self.memories.rollback(mark["memories"])
         # A checkpoint that `ReferenceExecutor` wrote has no footprints.
         self.footprints = dict(mark.get("footprints", {}))
+        self.convolutions.choices = dict(mark.get("convolutions", {}))
         self.step_runner.rollback(mark)
 
     def snapshot(self) -> dict[str, Any]:
