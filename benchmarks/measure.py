@@ -23,7 +23,8 @@ class Row:
     Attributes:
         name: what is measured, over what it is compared with.
         ratio: the ratio.
-        limit: what the ratio should keep to; empty if there is no limit.
+        limit: what the ratio should keep to: "at most N" or "at least N", and words if need be;
+            empty if there is no limit.
         detail: the times that the ratio was computed from.
     """
 
@@ -31,6 +32,16 @@ class Row:
     ratio: float
     limit: str
     detail: str
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether the ratio does not keep to its limit, "at most N" or "at least N"."""
+        if not self.limit:
+            return False
+        _, side, number = self.limit.split()[:3]
+        if side == "most":
+            return self.ratio > float(number)
+        return self.ratio < float(number)
 
 
 def seconds(
@@ -69,3 +80,8 @@ def show(rows: list[Row], path: Path) -> None:
     Console(width=150).print(table)
     path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     print(f"written to {path}")
+    limits = [row for row in rows if row.limit]
+    over = [row for row in limits if row.is_over_limit]
+    print(f"{len(limits) - len(over)} of {len(limits)} limits are kept")
+    for row in over:
+        print(f"over its limit: {row.name}: {row.ratio:.2f}, {row.limit}")

@@ -1,5 +1,6 @@
 """The tool as a whole: help, version, completion, and how wrong calls are refused."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -42,29 +43,102 @@ def test_the_help_of_a_command_has_an_example(command: str) -> None:
     assert f"Example: fedbilevel {command}" in " ".join(out.split())
 
 
-def test_the_help_is_shown_without_heavy_imports() -> None:
-    code = """
+FRESH = """
+import json
+import os
 import sys
 from fedbilevel.cli import main
-try:
-    main(["--help"])
-except SystemExit:
-    heavy = {"torch", "numpy", "pydantic", "plotly", "matplotlib", "optuna", "flwr", "jinja2"}
-    sys.exit(sorted(heavy & sys.modules.keys()) or None)
+
+calls, imports = json.loads(sys.argv[1])
+sys.argv = ["fedbilevel"]
+for arguments, environment in calls:
+    os.environ.update(environment)
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+    found = sys.modules.keys() & imports
+    if found:
+        sys.exit(f"{arguments} with {environment} imports {found}")
+print("all calls made", file=sys.stderr)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_completion_scripts_are_made_and_complete(tmp_path: Path) -> None:
+def assert_not_imported(imports: list[str], calls: list[tuple[str, dict[str, str]]]) -> None:
+    """Assert that none of the calls, in one fresh process, imports one of the modules."""
+    split = [(arguments.split(), environment) for arguments, environment in calls]
+    command = [sys.executable, "-c", FRESH, json.dumps([split, imports])]
+    process = subprocess.run(command, text=True, capture_output=True)
+    assert process.stderr.endswith("all calls made\n"), process.stderr
+
+
+def test_the_help_is_shown_without_heavy_imports() -> None:
+    heavy = ["torch", "numpy", "pydantic", "plotly", "matplotlib", "optuna", "flwr", "jinja2"]
+    assert_not_imported(heavy, [("--help", {}), *[(f"{name} --help", {}) for name in COMMANDS]])
+
+
+def test_lists_completion_and_refusals_do_without_pytorch() -> None:
+    lists = ["list algorithms", "list tasks", "list experiments", "list data", "list task"]
+    wrong_calls = ["walk", "run", "run digits --fast", "run digits --rounds x", "report"]
+    wrong_names = [f"{name} nowhere" for name in ("run", "compare", "tune", "check", "serve")]
+    wrong_values = [
+        "run digits --rounds -1",
+        "run digits --set ronds=1",
+        "run digits --set ronds",
+        "run digits --federation real",
+        "run digits --stock",
+        "compare digits --set runtime.mode=fast",
+        "tune digits --set every=0",
+        "check digits --seed -1",
+        "serve digits --host 0.0.0.0",
+        "join 10.0.0.1 --partition 0",
+    ]
+    words = [
+        "fedbilevel ru",
+        "fedbilevel run di",
+        "fedbilevel run digits --al",
+        "fedbilevel run digits --algorithm la",
+        "fedbilevel run digits --task qu",
+        "fedbilevel run digits --data mn",
+    ]
+    calls: list[tuple[str, dict[str, str]]] = []
+    for call in lists + wrong_calls + wrong_names + wrong_values:
+        calls.append((call, {}))
+    for line in words:
+        environment = {"_FEDBILEVEL_COMPLETE": "complete_bash", "COMP_WORDS": line}
+        calls.append(("", {**environment, "COMP_CWORD": str(line.count(" "))}))
+    assert_not_imported(["torch"], calls)
+
+
+def test_completion_scripts_are_made(tmp_path: Path) -> None:
     code, out, err = run_process(cwd=tmp_path, env={"_FEDBILEVEL_COMPLETE": "source_bash"})
     assert (code, err) == (0, "")
     assert "_fedbilevel_completion" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("fedbilevel comp", ["compare"]),
+        ("fedbilevel list exp", ["experiments"]),
+        ("fedbilevel run dig", ["digits"]),
+        ("fedbilevel run ./dig", []),  # the shell then completes the name of a file
+        ("fedbilevel run digits --algorithm la-", ["la-asfbo"]),
+        ("fedbilevel compare digits --algorithms rabo,la", ["rabo,la-asfbo"]),
+        ("fedbilevel check digits --task quad", ["quadratic"]),
+        ("fedbilevel check digits --data mn", ["mnist"]),
+    ],
+)
+def test_a_shell_completes_commands_and_names(
+    line: str, completions: list[str], tmp_path: Path
+) -> None:
     words = {
-        "COMP_WORDS": "fedbilevel comp",
-        "COMP_CWORD": "1",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(line.count(" ")),
         "_FEDBILEVEL_COMPLETE": "complete_bash",
     }
-    assert run_process(cwd=tmp_path, env=words).out.split() == ["compare"]
+    code, out, err = run_process(cwd=tmp_path, env=words)
+    assert (code, out.split(), err) == (0, completions, "")
 
 
 def test_wrong_calls_as_processes(tmp_path: Path) -> None:
@@ -112,3 +186,14 @@ def test_wrong_calls_within_this_process(tmp_path: Path) -> None:
     assert_refused(invoke("report", tmp_path / "missing"), "missing is not a folder")
     assert_refused(invoke("run", file, "--fast"), "--fast")
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_under_torchrun_the_first_process_alone_explains_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert_refused(invoke("run", "nowhere"), "'nowhere'")
+    monkeypatch.setenv("RANK", "1")
+    assert invoke("run", "nowhere") == (2, "", "")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.tool import (
     write,
 )
 
+MEMBER = "asfbo/seed-1"
 EXPERIMENT = 'algorithm = "simfbo"\ncompare = ["simfbo", "asfbo"]' + QUADRATIC
 FRAGILE_TASK = """
 from fedbilevel import tasks
@@ -52,7 +54,11 @@ def run_files(folder: Path) -> dict[str, bytes]:
 def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> None:
     names = ["asfbo/seed-0", "asfbo/seed-1", "simfbo/seed-0", "simfbo/seed-1"]
     progress = (compared / "err").read_text().splitlines()
-    assert sorted(progress) == [f"{name}: completed" for name in names]
+    for name in names:
+        started = progress.index(f"{name}: started")
+        (completed,) = [line for line in progress if line.startswith(f"{name}: completed")]
+        assert started < progress.index(completed)
+        assert "round 4/4  loss " in completed
     out = (compared / "out").read_text()
     assert out.count("┃ algorithm ") == 1
     assert out.count(" simfbo ") == 1
@@ -67,12 +73,52 @@ def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> 
 
 
 @pytest.mark.xdist_group("compared")
-def test_a_terminal_shows_a_live_table(compared: Path) -> None:
-    options = ["--seeds", 2, "--jobs", 2, "--out", compared / "runs", "--resume"]
-    out, shown = run_on_terminal("compare", compared / "a.toml", *options, cwd=compared)
-    row = next(line for line in shown.splitlines() if "asfbo/seed-1" in line)
-    assert all(part in row for part in ("completed", "4/4", "loss", "MB"))
+def test_a_terminal_shows_a_live_table(compared: Path, tmp_path: Path) -> None:
+    runs = shutil.copytree(compared / "runs", tmp_path / "runs")
+    evaluations = [{**metrics, "test_accuracy": 0.5} for metrics in read_metrics(runs / MEMBER)]
+    lines = [json.dumps({**metrics, "wall_s": 1.0}) + "\n" for metrics in evaluations]
+    write(runs / MEMBER / "metrics.jsonl", "".join(lines))
+    options = ["--seeds", 2, "--jobs", 2, "--out", runs, "--resume"]
+    out, shown = run_on_terminal("compare", compared / "a.toml", *options, cwd=tmp_path)
+    assert "preparing 4 runs" in shown
+    row = next(line for line in shown.splitlines() if MEMBER in line)
+    assert all(part in row for part in ("completed", "4/4", 20 * "▅", "loss", "MB"))
     assert "\x1b" not in out
+
+
+class SlowMember:
+    """Stands for `subprocess.Popen`: writes an evaluation, is polled, and ends."""
+
+    def __init__(self, command: list[str], **_: object) -> None:
+        self.folder = Path(command[4]).parent
+        self.returncode: int | None = None
+        metrics = {"round": 2, "bytes_up": 1e6, "bytes_down": 1e6, "test_accuracy": 0.5}
+        write(self.folder / "metrics.jsonl", json.dumps(metrics) + "\n")
+
+    def poll(self) -> int | None:
+        before = self.returncode
+        self.returncode = 0
+        return before
+
+    def communicate(self) -> None: ...
+
+
+def test_without_a_terminal_lines_show_the_progress_and_the_curve_of_running_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "a.toml")
+    monkeypatch.setattr(subprocess, "Popen", SlowMember)
+    options = ["--seeds", 1, "--jobs", 1, "--out", tmp_path / "runs"]
+    code, _, err = invoke("compare", file, *options)
+    progress = "round 2/4  accuracy 0.5  2.0 MB  ▅▅▅▅▅▅▅▅▅▅"
+    assert (code, err.splitlines()) == (
+        0,
+        [
+            "simfbo/seed-0: started",
+            f"simfbo/seed-0: {progress}",
+            f"simfbo/seed-0: unfinished  {progress}",
+        ],
+    )
 
 
 @pytest.mark.xdist_group("compared")

@@ -66,20 +66,27 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise
-        ranks = sys.modules.get("fedbilevel.core.ranks")
-        if not (ranks and ranks.rank()):  # only the first process prints
+        if _is_first_process():
             sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
         sys.exit(2)
 
 
-def _explain(error: Exception) -> str:
-    from fedbilevel.federation import ClientError
+def _is_first_process() -> bool:
+    """Whether this is the process of `torchrun` that prints, or `torchrun` has not started it."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
 
+
+def _explain(error: Exception) -> str:
+    explained: list[type[Exception]] = [ValueError, TypeError, OSError]
+    # This does not import PyTorch: a ClientError can only come from a module that is imported.
+    federation = sys.modules.get("fedbilevel.federation")
+    if federation is not None:
+        explained.append(federation.ClientError)
     if isinstance(error, ClickException):
         return str(error.format_message())
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, (ValueError, TypeError, OSError, ClientError)) and str(error):
+    if isinstance(error, tuple(explained)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error} (FEDBILEVEL_DEBUG=1 shows where)"
 
@@ -104,7 +111,7 @@ def _check_processes(
         return
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and context.invoked_subcommand != "run":
-        if os.environ.get("RANK") != "0":  # only the first process prints
+        if not _is_first_process():
             raise typer.Exit(2)
         raise ValueError(
             f"torchrun has started {processes} processes, but only `fedbilevel run` can use "

@@ -29,14 +29,16 @@ def check(
 
     It measures curvatures and differences between clients, and warns of an ill-posed problem.
     """
-    from fedbilevel.core import ranks
-    from fedbilevel.diagnostics.check import check as diagnose
     from fedbilevel.experiments import config as configs
-    from fedbilevel.experiments.runner import load_task
 
     source, table = configs.read(experiment)
     overrides = given_overrides(task=task, data=data, seed=seed)
     config = configs.resolve(source, table, settings=set_, overrides=overrides)
+
+    from fedbilevel.core import ranks  # after what may be refused without PyTorch
+    from fedbilevel.diagnostics.check import check as diagnose
+    from fedbilevel.experiments.runner import load_task
+
     loaded = load_task(config, data_dir)
     report = diagnose(
         loaded.problem.to(ranks.local_device(config.experiment.device)),

@@ -34,6 +34,7 @@ def compare(
 ) -> None:
     """Run algorithms over several seeds, and rank them in report.html."""
     from fedbilevel.cli.comparison import Comparison, compared_algorithms, share_cores
+    from fedbilevel.cli.progress import preparing
     from fedbilevel.experiments import config as configs
 
     source, table = configs.read(experiment)
@@ -41,21 +42,22 @@ def compare(
     jobs, threads = share_cores(table, jobs)
     overrides = given_overrides(task=task, data=data, rounds=rounds, device=device)
     overrides["runtime.threads"] = threads
-    first = configs.resolve(
-        source, table, algorithm=names[0], settings=set_, overrides=overrides, smoke=smoke
-    )
-    members = {}
-    for name in names:
-        for seed in range(first.experiment.seed, first.experiment.seed + seeds):
-            config = configs.resolve(
-                source,
-                table,
-                algorithm=name,
-                settings=[*set_, f"seed={seed}"],
-                overrides=overrides,
-                smoke=smoke,
-            )
-            members[f"{config.label}/seed-{seed}"] = config
+    with preparing(f"{seeds * len(names)} runs", quiet):
+        first = configs.resolve(
+            source, table, algorithm=names[0], settings=set_, overrides=overrides, smoke=smoke
+        )
+        members = {}
+        for name in names:
+            for seed in range(first.experiment.seed, first.experiment.seed + seeds):
+                config = configs.resolve(
+                    source,
+                    table,
+                    algorithm=name,
+                    settings=[*set_, f"seed={seed}"],
+                    overrides=overrides,
+                    smoke=smoke,
+                )
+                members[f"{config.label}/seed-{seed}"] = config
     folder = out or unused_folder(Path("runs", Path(source).stem))
     comparison = Comparison(folder, members, data_dir, resume, jobs)
     raise typer.Exit(comparison.run(quiet, json_))

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fedbilevel import report
-from fedbilevel.cli.progress import describe_metrics
+from fedbilevel.cli.progress import CURVE_WIDTH, LINE_INTERVAL_S, FollowedRun, describe_metrics
 from fedbilevel.experiments.config import Config
 from fedbilevel.runs import folder as folders
 from fedbilevel.runs.folder import (
@@ -121,6 +122,8 @@ class Comparison:
         self.waiting: list[str] = []
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.ended: dict[str, str] = {}
+        self._followed: dict[str, FollowedRun] = {}
+        self._next_line_at = 0.0
         for name in members:
             if self._is_finished(name):
                 self.ended[name] = self._status(name)
@@ -145,7 +148,10 @@ class Comparison:
         while self.waiting or self.running:
             try:
                 while self.waiting and len(self.running) < self.jobs:
-                    self._start(self.waiting.pop(0))
+                    name = self.waiting.pop(0)
+                    self._start(name)
+                    if not live:
+                        self._print_line(console, name, "started")
                 for name, process in list(self.running.items()):
                     if process.poll() is None:
                         continue
@@ -153,11 +159,16 @@ class Comparison:
                     status = self._finish(name, process)
                     self.ended[name] = status
                     if not live:
-                        console.print(f"{name}: {status}", soft_wrap=True, markup=False)
+                        news = status
+                        if not status.startswith("failed"):
+                            news += f"  {self._follow(name)}"
+                        self._print_line(console, name, news)
                     if not interrupted and status != "interrupted":
                         self._after_member(name)
                 if live:
                     live.update(self._progress_table())
+                else:
+                    self._print_progress(console)
                 time.sleep(POLL_S)
             except KeyboardInterrupt:
                 interrupted = True
@@ -211,36 +222,42 @@ class Comparison:
             return "waiting"
         return folders.read(path).status
 
+    def _follow(self, name: str) -> FollowedRun:
+        """Return what a member has written so far."""
+        if name not in self._followed:
+            path = self.folder / name / folders.METRICS
+            self._followed[name] = FollowedRun(path, self.members[name].experiment.rounds)
+        self._followed[name].update()
+        return self._followed[name]
+
     def _progress_table(self) -> Table:
-        table = Table("run", "status", "round", "metrics", title=escape(str(self.folder)))
+        table = Table("run", "status", "round", title=escape(str(self.folder)))
+        table.add_column("accuracy", no_wrap=True, width=CURVE_WIDTH)
+        table.add_column("metrics")
         for name, config in self.members.items():
             status = self.ended.get(name, "waiting")
             if name in self.running:
                 status = "running"
             progress = ""
-            description = ""
-            metrics = self._last_metrics(name)
-            if metrics:
-                progress = f"{metrics['round']}/{config.experiment.rounds}"
-                description = describe_metrics(metrics)
-            table.add_row(*map(escape, (name, status, progress, description)))
+            metrics = Text(no_wrap=True, overflow="ellipsis")  # a narrow terminal shows the first
+            followed = self._follow(name)
+            if followed.last:
+                progress = f"{followed.last['round']}/{config.experiment.rounds}"
+                metrics.append(describe_metrics(followed.last))
+            table.add_row(escape(name), escape(status), progress, followed.curve, metrics)
         return table
 
-    def _last_metrics(self, name: str) -> dict[str, Any] | None:
-        """Return the latest evaluation; only the end of the file is read."""
-        path = self.folder / name / folders.METRICS
-        if not path.exists():
-            return None
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            lines = file.read().split(b"\n")[:-1]
-        if not lines:
-            return None
-        try:
-            metrics: dict[str, Any] = json.loads(lines[-1])
-        except ValueError:
-            return None
-        return metrics
+    def _print_progress(self, console: Console) -> None:
+        """Print a line about the member that has run longest, if the last line is old enough."""
+        for name in self.running:
+            followed = self._follow(name)
+            begun = followed.last is not None and followed.last["round"] > 0
+            if begun and time.monotonic() >= self._next_line_at:
+                self._next_line_at = time.monotonic() + LINE_INTERVAL_S
+                self._print_line(console, name, str(followed))
+
+    def _print_line(self, console: Console, name: str, news: str) -> None:
+        console.print(f"{name}: {news}".rstrip(), soft_wrap=True, markup=False)
 
     def _report(self, quiet: bool, as_json: bool) -> int:
         """Print the ranking, write report.html, and return the exit code."""

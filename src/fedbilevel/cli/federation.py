@@ -20,7 +20,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedbilevel.cli.progress import Progress
+from fedbilevel.cli.progress import FollowedFile, Progress
 from fedbilevel.deploy.flower import client, warm_node
 from fedbilevel.deploy.flower.app import SERVER_LOG, run_experiment
 from fedbilevel.deploy.flower.deployment import (
@@ -60,11 +60,9 @@ class RunMonitor:
         self.folder = folder
         self.progress = progress
         self.stop_requests = 0
-        # How far each file was read. Metrics of a resumed run are shown again, warnings are not.
-        self._offsets = {METRICS: 0, SERVER_LOG: 0}
-        log = folder / SERVER_LOG
-        if log.exists():
-            self._offsets[SERVER_LOG] = log.stat().st_size
+        # Metrics of a resumed run are shown again, warnings are not.
+        self._metrics = FollowedFile(folder / METRICS)
+        self._log = FollowedFile(folder / SERVER_LOG, at_end=True)
 
     def wait(self, deployment: Deployment) -> dict[str, Any]:
         """Wait until the run has ended, and return the last report of the server.
@@ -94,25 +92,13 @@ class RunMonitor:
             time.sleep(MONITOR_POLL_S)
 
     def _show_news(self) -> None:
-        for line in self._new_lines(METRICS):
+        for line in self._metrics.new_lines():
             with suppress(ValueError):
                 self.progress.show(json.loads(line))
-        for line in self._new_lines(SERVER_LOG):
+        for line in self._log.new_lines():
             if " WARNING " in line or " ERROR " in line:
                 text = line.strip().split(" ", 3)[-1]  # without date, time and level
                 logging.getLogger("fedbilevel").warning("%s", text)
-
-    def _new_lines(self, name: str) -> list[str]:
-        """Return the complete lines that were added to a file of the run folder."""
-        path = self.folder / name
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            file.seek(self._offsets[name])
-            text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        self._offsets[name] += len(complete)
-        return complete.decode("utf-8", "replace").splitlines()
 
 
 @contextmanager

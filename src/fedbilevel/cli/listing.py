@@ -8,60 +8,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedbilevel.cli import names
 from fedbilevel.core import checks
 
 if TYPE_CHECKING:
     from fedbilevel.core.settings import Setting
 
-# A line, and the class or function that declares the settings of the entry, if it has some.
-Entry = tuple[str, Callable[..., object] | None]
-
 
 def list_(
-    what: Annotated[str, typer.Argument(help="algorithms, tasks, experiments or data.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="algorithms, tasks, experiments or data.", autocompletion=lambda: LISTINGS
+        ),
+    ],
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also list the settings of each.")
     ] = False,
 ) -> None:
     """List algorithms, tasks, experiments or data sets, one per line."""
-    list_entries = LISTINGS[checks.one_of("what", what, LISTINGS)]
-    for line, declaration in list_entries():
+    lines = LISTINGS[checks.one_of("what", what, LISTINGS)]()
+    for name, line in lines.items():
         print(line)
-        if verbose and declaration is not None:
-            _print_settings(declaration)
+        if verbose and what in DECLARATIONS:
+            _print_settings(DECLARATIONS[what](name))
 
 
-def _algorithms() -> list[Entry]:
-    from fedbilevel import algorithms
-
-    entries: list[Entry] = []
-    for name in algorithms.names():
-        algorithm = algorithms.get(name)
-        summary = (algorithm.__doc__ or "").strip().split("\n")[0]
-        entries.append((f"{name:17} {summary}", algorithm))
-    return entries
+# The line of each entry, by its name.
 
 
-def _tasks() -> list[Entry]:
-    from fedbilevel import tasks
-
-    return [(name, tasks.get(name)) for name in tasks.names()]
+def _algorithms() -> dict[str, str]:
+    return {name: f"{name:17} {summary}" for name, summary in names.algorithms().items()}
 
 
-def _experiments() -> list[Entry]:
+def _tasks() -> dict[str, str]:
+    return {name: name for name in names.tasks()}
+
+
+def _experiments() -> dict[str, str]:
     from fedbilevel.experiments import config as configs
 
-    entries: list[Entry] = []
-    for name in configs.names():
+    lines = {}
+    for name in names.experiments():
         _, table = configs.read(name)
-        entries.append((f"{name:16} {table.get('title', '')}", None))
-    return entries
+        lines[name] = f"{name:16} {table.get('title', '')}"
+    return lines
 
 
-def _data() -> list[Entry]:
-    from fedbilevel import data
-
-    return [(name, None) for name in data.names()]
+def _data() -> dict[str, str]:
+    return {name: name for name in names.data()}
 
 
 LISTINGS = {
@@ -70,6 +65,24 @@ LISTINGS = {
     "experiments": _experiments,
     "data": _data,
 }
+
+
+# The class or function that declares the settings of an entry.
+
+
+def _algorithm(name: str) -> Callable[..., object]:
+    from fedbilevel import algorithms
+
+    return algorithms.get(name)
+
+
+def _task(name: str) -> Callable[..., object]:
+    from fedbilevel import tasks
+
+    return tasks.get(name)
+
+
+DECLARATIONS = {"algorithms": _algorithm, "tasks": _task}
 
 
 def _print_settings(declaration: Callable[..., object]) -> None:

@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from fedbilevel.cli import names
+
 ExperimentName = Annotated[
     str,
     typer.Argument(
-        help="An experiment of the package (see `fedbilevel list experiments`) or a TOML file."
+        help="An experiment of the package (see `fedbilevel list experiments`) or a TOML file.",
+        autocompletion=names.experiments,
     ),
 ]
 Settings = Annotated[
@@ -18,16 +21,28 @@ Settings = Annotated[
     typer.Option("--set", help="Change a setting: key=value, e.g. algorithm.lr_x=0.05."),
 ]
 AlgorithmName = Annotated[
-    str | None, typer.Option(help="The algorithm to run (see `fedbilevel list algorithms`).")
+    str | None,
+    typer.Option(
+        help="The algorithm to run (see `fedbilevel list algorithms`).",
+        autocompletion=names.algorithms,
+    ),
 ]
 AlgorithmNames = Annotated[
     str | None,
-    typer.Option(help="Comma-separated algorithms; by default those that the experiment lists."),
+    typer.Option(
+        help="Comma-separated algorithms; by default those that the experiment lists.",
+        autocompletion=names.algorithm_list,
+    ),
 ]
 TaskName = Annotated[
-    str | None, typer.Option(help="Use another task, by name or as module:function.")
+    str | None,
+    typer.Option(
+        help="Use another task, by name or as module:function.", autocompletion=names.tasks
+    ),
 ]
-DataName = Annotated[str | None, typer.Option(help="Use another data set.")]
+DataName = Annotated[
+    str | None, typer.Option(help="Use another data set.", autocompletion=names.data)
+]
 Rounds = Annotated[int | None, typer.Option(help="Budget of communication rounds.")]
 Seed = Annotated[
     int | None, typer.Option(help="Seed of the partition, the initial point and every draw.")

@@ -60,21 +60,25 @@ def run(
 
     The run folder holds its config, metrics, checkpoint and summary.
     """
-    from fedbilevel.core import ranks
-
-    ranks.initialize()
-    if ranks.rank():  # only the first process prints and logs
-        quiet = True
-        json_ = False
-        tensorboard = False
-        mlflow = False
+    _check_federation(federation, stock, keys)
     if quiet or json_:
         logging.getLogger("fedbilevel").setLevel(logging.ERROR)
     overrides = given_overrides(task=task, data=data, rounds=rounds, seed=seed, device=device)
     title, config = resolve_run(
         experiment, clients, algorithm=algorithm, settings=set_, overrides=overrides, smoke=smoke
     )
-    _check_federation(federation, stock, keys)
+
+    from fedbilevel.core import ranks  # after what may be refused without PyTorch
+
+    ranks.initialize()
+    if federation != "simulated" and ranks.size() > 1:
+        raise ValueError(f"federation is {federation!r}; under torchrun it must be 'simulated'")
+    if ranks.rank():  # only the first process prints and logs
+        quiet = True
+        json_ = False
+        tensorboard = False
+        mlflow = False
+        logging.getLogger("fedbilevel").setLevel(logging.ERROR)
     folder = ranks.on_first_rank(lambda: out or default_folder(title))
     without_progress = quiet or json_
     if federation == "flower":
@@ -153,12 +157,8 @@ def default_folder(title: str) -> Path:
 
 
 def _check_federation(federation: str, stock: bool, keys: Path | None) -> None:
-    """Refuse an unknown federation, and one that the other options or torchrun rule out."""
-    from fedbilevel.core import ranks
-
+    """Refuse an unknown federation, and options that are not for this one."""
     checks.one_of("federation", federation, ("simulated", "flower", "ray"))
-    if federation != "simulated" and ranks.size() > 1:
-        raise ValueError(f"federation is {federation!r}; under torchrun it must be 'simulated'")
     if federation != "flower" and (stock or keys):
         raise ValueError("--stock and --keys are for --federation flower")
 

@@ -38,7 +38,6 @@ def serve(
 
     It starts a Flower SuperLink and our server on it.
     """
-    from fedbilevel.cli import federation
     from fedbilevel.deploy.flower.deployment import LOOPBACK, Deployment, check_encryption
 
     check_encryption(host, keys is not None, plain)
@@ -49,6 +48,9 @@ def serve(
         settings=set_,
         overrides=given_overrides(rounds=rounds, seed=seed),
     )
+
+    from fedbilevel.cli import federation  # after what may be refused without PyTorch
+
     folder = out or default_folder(title)
     if host not in LOOPBACK:
         logging.getLogger("fedbilevel").warning(
@@ -96,14 +98,16 @@ def join(
     data_dir: options.DataDir = None,
 ) -> None:
     """Be a client of a federation; its data stays here."""
-    from fedbilevel.cli import federation
-    from fedbilevel.deploy.flower.client import Node
     from fedbilevel.deploy.flower.deployment import check_encryption, split_address
-    from fedbilevel.experiments.parts import import_function
 
     host, _ = split_address(address)
     encrypted = ca is not None or key is not None
     check_encryption(host, encrypted, plain)
+
+    from fedbilevel.cli import federation  # after what may be refused without PyTorch
+    from fedbilevel.deploy.flower.client import Node
+    from fedbilevel.experiments.parts import import_function
+
     if client_data:
         import_function("client-data", client_data)  # an error shows here, not in round 1
     data_folder = None

@@ -36,7 +36,6 @@ def tune(
     Every algorithm gets the same number of trials; tuned.toml holds the best settings.
     """
     from fedbilevel.cli.comparison import compared_algorithms, share_cores
-    from fedbilevel.cli.tuning import Tuning
     from fedbilevel.experiments import config as configs
 
     source, table = configs.read(experiment)
@@ -62,5 +61,8 @@ def tune(
     for key in ("algorithm", "algorithms", "rounds"):
         tuned[key] = table.get(key)
     folder = out or unused_folder(Path("runs", f"{Path(source).stem}-tune"))
+
+    from fedbilevel.cli.tuning import Tuning  # after what may be refused without PyTorch
+
     search = Tuning(folder, methods, trials, tuned, data_dir, resume, jobs)
     raise typer.Exit(search.run(quiet, json_))

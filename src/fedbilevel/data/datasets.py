@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedbilevel.core import checks
 from fedbilevel.data import sources
+from fedbilevel.data.catalogue import CHARACTERS, CLASSES
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,6 @@ class Characters:
     test: Tensor
 
 
-def names() -> list[str]:
-    """Return the names of the data sets that `load` or `characters` know."""
-    return sorted(sources.CLASSES.keys() | sources.CHARACTERS)
-
-
 def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     """Load a data set for classification.
 
@@ -78,7 +74,7 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
         >>> data.load("digits").train[0].shape
         torch.Size([1438, 1, 8, 8])
     """
-    checks.one_of("name", name, sources.CLASSES)
+    checks.one_of("name", name, CLASSES)
     if name in sources.EMBEDDED:
         return _load(name, None)
     return _load(name, _find_folder(name, data_dir))
@@ -103,7 +99,7 @@ def characters(name: str, data_dir: str | Path | None = None) -> Characters:
         >>> data.characters("digits").test.shape
         torch.Size([12, 20, 1, 8, 8])
     """
-    checks.one_of("name", name, sources.CHARACTERS)
+    checks.one_of("name", name, CHARACTERS)
     if name in sources.EMBEDDED_CHARACTERS:
         return _load_characters(name, None)
     return _load_characters(name, _find_folder(name, data_dir))
@@ -115,7 +111,7 @@ def _load(name: str, folder: Path | None) -> DataSet:
         train, test = sources.EMBEDDED[name]()
     else:
         train, test = sources.SOURCES[name].read(folder)
-    return DataSet(name, train, test, sources.CLASSES[name])
+    return DataSet(name, train, test, CLASSES[name])
 
 
 @lru_cache

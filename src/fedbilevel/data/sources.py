@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbilevel.data.catalogue import CLASSES
+
 Labelled = tuple[Tensor, Tensor]
 # A data set of the Hugging Face hub: split -> rows, with images decoded by Pillow.
 Rows = Mapping[str, Iterable[Mapping[str, Any]]]
 Array = NDArray[Any]
-
-CLASSES = {"breast-cancer": 2, "cifar10": 10, "covertype": 7, "digits": 10, "mnist": 10}
-CHARACTERS = ("digits", "omniglot")
 
 MNIST = {  # split -> (images, labels)
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),

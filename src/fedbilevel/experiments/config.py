@@ -1,7 +1,8 @@
 """Reads experiments and resolves them: from a TOML file and options to exactly one run.
 
 An experiment passes three modules on its way: `schema` says which keys it may have, `overrides`
-reduces it to the run of one algorithm, and `parts` builds what its tables describe.
+reduces it to the run of one algorithm, and `parts` builds what its tables describe. Only the last
+one needs PyTorch, so that a mistake in the file or in an option shows before PyTorch is imported.
 """
 
 from __future__ import annotations
@@ -12,27 +13,19 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from fedbilevel import algorithms, tasks
-from fedbilevel.algorithms import Algorithm
-from fedbilevel.core import checks, devices
+from fedbilevel.core import checks
 from fedbilevel.experiments.overrides import parse_setting, reduce_to_run, shrink
-from fedbilevel.experiments.parts import (
-    TaskLoader,
-    build_algorithm,
-    build_settings,
-    config_errors,
-    environment_table,
-    settings_table,
-)
 from fedbilevel.experiments.schema import ConfigError as ConfigError
 from fedbilevel.experiments.schema import Experiment, expand_names, validate
 from fedbilevel.experiments.schema import Table as Table
-from fedbilevel.federation.conduct import Conduct
-from fedbilevel.federation.environment import Environment
+
+if TYPE_CHECKING:
+    from fedbilevel.algorithms import Algorithm
+    from fedbilevel.federation.conduct import Conduct
+    from fedbilevel.federation.environment import Environment
+    from fedbilevel.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +46,7 @@ class Config:
     experiment: Experiment
     algorithm: Algorithm
     environment: Environment
-    load_task: Callable[[Path | None], tasks.Task]
+    load_task: Callable[[Path | None], Task]
     conduct: Conduct
 
     @property
@@ -179,21 +172,28 @@ def resolve(
 
 def _build(source: str, experiment: Experiment) -> Config:
     """Build the parts of a run, and the table that describes them completely."""
-    with config_errors(source):
+    import torch
+
+    from fedbilevel.core import devices
+    from fedbilevel.experiments import parts
+    from fedbilevel.federation.conduct import Conduct
+    from fedbilevel.federation.environment import Environment
+
+    with parts.config_errors(source):
         device = devices.resolve_device(experiment.device)
     experiment = experiment.model_copy(update={"device": device})
     # The task comes first, because the module of a user's task may register the algorithm.
-    load_task = TaskLoader.from_experiment(source, experiment)
+    load_task = parts.TaskLoader.from_experiment(source, experiment)
     settings = dict(experiment.algorithm)
-    algorithm = build_algorithm(source, "algorithm", settings.pop("name"), settings)
-    environment = build_settings(source, "environment", Environment, experiment.environment)
-    _check_other_algorithms(source, experiment)
-    conduct = build_settings(source, "conduct", Conduct, experiment.conduct)
+    algorithm = parts.build_algorithm(source, "algorithm", settings.pop("name"), settings)
+    environment = parts.build_settings(source, "environment", Environment, experiment.environment)
+    parts.check_other_algorithms(source, experiment)
+    conduct = parts.build_settings(source, "conduct", Conduct, experiment.conduct)
     table = {
         **experiment.model_dump(exclude_none=True, exclude={"algorithms", "compare", "data"}),
         **load_task.tables(),
-        "algorithm": {"name": algorithm.name, **settings_table(algorithm)},
-        "environment": environment_table(environment),
+        "algorithm": {"name": algorithm.name, **parts.settings_table(algorithm)},
+        "environment": parts.environment_table(environment),
         "runtime": {
             "threads": torch.get_num_threads(),
             "memory": devices.stack_bytes(device),
@@ -203,16 +203,3 @@ def _build(source: str, experiment: Experiment) -> Config:
     if not experiment.conduct:
         del table["conduct"]
     return Config(table, experiment, algorithm, environment, load_task, conduct)
-
-
-def _check_other_algorithms(source: str, experiment: Experiment) -> None:
-    """Check the sections and names of algorithms that this run does not use."""
-    for label, section in experiment.algorithms.items():
-        name = section.algorithm or label
-        build_algorithm(source, f"algorithms.{label}", name, section.model_extra or {})
-        conditions = {**experiment.environment, **section.environment}
-        build_settings(source, f"algorithms.{label}.environment", Environment, conditions)
-    for label in experiment.compare:
-        if label not in experiment.algorithms:
-            with config_errors(source, "compare: "):
-                algorithms.get(label)

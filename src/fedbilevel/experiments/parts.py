@@ -53,6 +53,19 @@ def build_settings(source: str, section: str, settings_type: type[T], settings: 
     return instance
 
 
+def check_other_algorithms(source: str, experiment: Experiment) -> None:
+    """Check the sections and names of algorithms that a run of the experiment does not use."""
+    for label, section in experiment.algorithms.items():
+        name = section.algorithm or label
+        build_algorithm(source, f"algorithms.{label}", name, section.model_extra or {})
+        conditions = {**experiment.environment, **section.environment}
+        build_settings(source, f"algorithms.{label}.environment", Environment, conditions)
+    for label in experiment.compare:
+        if label not in experiment.algorithms:
+            with config_errors(source, "compare: "):
+                algorithms.get(label)
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskLoader:
     """The function that makes the task of an experiment, together with its arguments.

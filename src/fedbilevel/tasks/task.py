@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fedbilevel.core.problem import ClientData, Problem
-from fedbilevel.core.tree import Tree
+if TYPE_CHECKING:  # the names of the tasks are listed without importing PyTorch
+    from fedbilevel.core.problem import ClientData, Problem
+    from fedbilevel.core.tree import Tree
 
 
 @dataclass(frozen=True)

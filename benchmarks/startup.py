@@ -1,0 +1,58 @@
+"""How long a user waits for the first answer: help, a wrong option, an import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.measure import Row, seconds
+
+SCRIPT = str(Path(sys.executable).with_name("fedbilevel"))
+PYTHON = [sys.executable, "-c"]
+# All public names, because the package imports each one when it is first used.
+IMPORT = "import torch, fedbilevel as fb; [getattr(fb, name) for name in fb.__all__]"
+
+
+def call(command: list[str]) -> Callable[[], object]:
+    """Return a function that runs a command to its end, and drops what it prints.
+
+    The first call, which is not timed, leaves compiled modules for the others.
+    """
+    environment = {**os.environ}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return lambda: subprocess.run(command, capture_output=True, env=environment)
+
+
+def rows() -> list[Row]:
+    """Compare calls of the command line with a bare Python, and the package with PyTorch."""
+    calls = {
+        "python": call([*PYTHON, "pass"]),
+        "help": call([SCRIPT, "--help"]),
+        "wrong option": call([SCRIPT, "run", "digits", "--fast"]),
+    }
+    times = seconds(calls, repeats=15)
+    imports = {"torch": call([*PYTHON, "import torch"]), "package": call([*PYTHON, IMPORT])}
+    times |= seconds(imports, repeats=5, warm_up=1)
+    return [
+        Row(
+            "fedbilevel --help / 0.5 s",
+            times["help"] / 0.5,
+            "at most 1",
+            f"{times['help']:.2f} s, python {times['python']:.3f} s",
+        ),
+        Row(
+            "fedbilevel run with a wrong option / 0.7 s",
+            times["wrong option"] / 0.7,
+            "at most 1",
+            f"{times['wrong option']:.2f} s, python {times['python']:.3f} s",
+        ),
+        Row(
+            "import torch, and every public name of fedbilevel / import torch alone",
+            times["package"] / times["torch"],
+            "at most 1.2",
+            f"{times['package']:.2f} s, torch {times['torch']:.2f} s",
+        ),
+    ]
