@@ -16,8 +16,18 @@ from torch.utils import _pytree as pytree
 import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.algorithms.shared import LowerGradient
+from fedbilevel.core.precision import products_in
+from fedbilevel.core.rng import normal, root
 from fedbilevel.core.tree import flatten
+from fedbilevel.execution.stacked import _convolutions as convolutions
 from fedbilevel.execution.stacked import _steps as steps
+from fedbilevel.execution.stacked._convolutions import (
+    FORWARD,
+    TO_INPUTS,
+    TO_WEIGHTS,
+    Convolutions,
+    Geometry,
+)
 from fedbilevel.execution.stacked._cuda_graphs import CudaGraphs
 from fedbilevel.execution.stacked._pools import Pools
 from fedbilevel.execution.stacked._trace import trace
@@ -31,6 +41,8 @@ from tests.support.gpu import (
     imitate_gpu,
     network_problem,
 )
+from tests.support.ridge import rounding_errors
+from tests.support.small_net import small_net
 
 METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
 
@@ -54,6 +66,22 @@ def run_iterations(
     for _ in range(iterations):
         run.advance()
     return run
+
+
+SUBMODEL_METHODS = {
+    "importance": algorithms.get("rabo")(),
+    "rolling": algorithms.get("fedrolex")(),
+    # Clients 1 and 4 hold halves of the same shapes with different units.
+    "segments": algorithms.get("rabo")(policy="segments", segments=(0, 0, 0, 0, 1)),
+}
+
+
+def submodel_run(policy: str, device: str = "cpu") -> Run:
+    """A run on a Conv-4 in float64, whose clients hold all, a half or a quarter of it."""
+    problem, clients, _ = small_net(clients=6)
+    environment = fb.Environment(capacity=[1.0, 0.5, 0.25], batch_size=4, local_steps=2)
+    fed = fb.simulated_federation(problem.to(device), clients, environment, device=device)
+    return Run(SUBMODEL_METHODS[policy], fed, {"rounds": 10**6})
 
 
 @pytest.mark.parametrize(
@@ -138,6 +166,26 @@ def test_lost_corrupted_and_remembered_replies_are_the_same(
     assert cpu.fed.ledger.refused_replies == gpu.fed.ledger.refused_replies
 
 
+@pytest.mark.parametrize("policy", SUBMODEL_METHODS)
+def test_replies_from_submodels_are_summed_on_the_device(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defer_checks(monkeypatch)
+    runs = []
+    for like_a_gpu in (False, True):
+        run = submodel_run(policy)
+        if like_a_gpu:
+            imitate_gpu(run.fed)
+        for _ in range(3):
+            run.advance()
+        run.fed.check_pending()
+        runs.append(run)
+    check_same_run(*runs)
+    cpu, gpu = (run.fed.records() for run in runs)
+    assert gpu == pytest.approx(cpu)
+    assert "min_coverage_x" in cpu
+
+
 def test_compiling_on_a_cpu_is_refused() -> None:
     task = quadratic(clients=2)
     with pytest.raises(ValueError, match="compile is True, but device is 'cpu'"):
@@ -189,3 +237,119 @@ def test_a_compiled_task_with_dropout_gives_the_numbers_of_a_cpu(
     logged = [record.getMessage() for record in caplog.records if record.name == "fedbilevel"]
     assert all(executor.step_runner.traces.values()), logged
     torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize("policy", SUBMODEL_METHODS)
+def test_submodels_on_a_gpu_give_the_numbers_of_a_cpu(policy: str) -> None:
+    weights = []
+    for device in ("cpu", "cuda"):
+        run = submodel_run(policy, device)
+        for _ in range(6):
+            run.advance()
+        weights.append(torch.cat([flatten(run.state.x), flatten(run.state.y)]).cpu())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-8, atol=1e-10)
+
+
+GEOMETRIES = {
+    "plain": Geometry([1, 1], [0, 0], [1, 1], False, [0, 0], 4),
+    "padded": Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 4),
+    "with steps": Geometry([2, 1], [1, 2], [1, 1], False, [0, 0], 2),
+    "dilated": Geometry([1, 2], [2, 0], [2, 1], False, [0, 0], 2),
+}
+
+
+def convolution(geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of the outputs, the inputs and the weights of a convolution, in float64."""
+    inputs = normal(root(0, "inputs"), (5, 3 * geometry.groups, 11, 9), torch.float64)
+    weights = normal(root(0, "weights"), (2 * geometry.groups, 3, 3, 2), torch.float64)
+    outputs = FORWARD["grouped"](inputs, weights, geometry)
+    return normal(root(0, "gradient"), tuple(outputs.shape), torch.float64), inputs, weights
+
+
+@needs_gpu
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+@pytest.mark.parametrize("way", FORWARD)
+def test_every_way_of_a_convolution_gives_the_numbers_of_a_cpu(
+    way: str, geometry: Geometry
+) -> None:
+    args = convolution(geometry)
+    on_gpu = [tensor.cuda() for tensor in args]
+    for ways, count in ((FORWARD, 2), (TO_INPUTS, 3), (TO_WEIGHTS, 3)):
+        if way in ways:
+            expected = ways["grouped"](*args[-count:], geometry)
+            actual = ways[way](*on_gpu[-count:], geometry)
+            torch.testing.assert_close(actual.cpu(), expected, rtol=1e-10, atol=1e-10)
+
+
+@needs_gpu
+def test_the_way_of_a_convolution_is_chosen_once_and_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    geometry = GEOMETRIES["padded"]
+    _, inputs, weights = convolution(geometry)
+    bias = normal(root(0, "bias"), (len(weights),), torch.float64)
+    args = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+    expected = torch.nn.functional.conv2d(inputs, weights, bias, *args)
+    on_gpu = [tensor.cuda() for tensor in (inputs, weights, bias)]
+    with Convolutions() as chosen:
+        first = torch.nn.functional.conv2d(*on_gpu, *args)
+    assert len(chosen.choices) == 1
+    assert set(chosen.choices.values()) <= set(FORWARD)
+    monkeypatch.delattr(convolutions, "_fastest")  # it would be missed if it were called again
+    with chosen:
+        second = torch.nn.functional.conv2d(*on_gpu, *args)
+    for outputs in (first, second):
+        torch.testing.assert_close(outputs.cpu(), expected, rtol=1e-10, atol=1e-10)
+
+
+@needs_gpu
+def test_the_choices_of_convolutions_are_marked_and_rolled_back() -> None:
+    run = submodel_run("rolling", "cuda")
+    executor = run.fed.transport.executor  # type: ignore[attr-defined]
+    before = executor.mark()
+    assert before["convolutions"] == {}
+    for _ in range(6):
+        run.advance()
+    choices = dict(executor.convolutions.choices)
+    assert choices
+    mark = executor.mark()
+    assert mark["convolutions"] == choices
+    executor.rollback(before)
+    assert executor.convolutions.choices == {}
+    executor.rollback(mark)
+    assert executor.convolutions.choices == choices
+    executor.convolutions.choices.clear()
+    assert mark["convolutions"] == choices, "a mark is a copy"
+
+
+@needs_gpu
+def test_hypergradients_on_a_gpu_are_as_exact_as_the_precision() -> None:
+    for mode in ("stack", "loop"):
+        assert max(rounding_errors("fp32", "cuda", mode)) < 2e-6
+        in_tf32 = rounding_errors("tf32", "cuda", mode)
+        assert 2e-5 < in_tf32.product < 2e-3
+        assert 2e-5 < in_tf32.hypergradient < 4e-3
+        in_bfloat16 = rounding_errors("bf16-all", "cuda", mode)
+        assert 5e-4 < in_bfloat16.product < 1e-2
+        assert 5e-4 < in_bfloat16.hypergradient < 2e-2
+
+
+@needs_gpu
+def test_convolutions_in_float32_are_not_rounded_to_tf32() -> None:
+    """PyTorch would let them be rounded."""
+    images = normal(root(0, "images"), (8, 64, 16, 16), torch.float64)
+    weights = normal(root(0, "filters"), (64, 64, 3, 3), torch.float64)
+    expected = torch.nn.functional.conv2d(images, weights)
+    with products_in("fp32", "cuda"):
+        outputs = torch.nn.functional.conv2d(images.float().cuda(), weights.float().cuda())
+    error = float((outputs.cpu().double() - expected).norm() / expected.norm())
+    assert error < 2e-6
+
+
+@needs_gpu
+def test_records_may_mix_numbers_and_tensors_on_a_gpu() -> None:
+    fed = submodel_run("importance", "cuda").fed
+    for value in (2.0, torch.tensor(3.0, device="cuda"), torch.tensor(1.0), 2.5):
+        fed.record(max_loss=value, min_loss=value)
+    assert fed.records() == {"max_loss": 3.0, "min_loss": 1.0}

@@ -209,6 +209,32 @@ def test_clients_remember_in_the_order_of_their_tasks_and_across_a_restart(mode:
         visit(fed, 0, phase=WithoutMemory())
 
 
+# Records
+
+NUMBERS = st.floats(-1e6, 1e6)
+TENSORS = st.builds(torch.tensor, NUMBERS, dtype=st.sampled_from([torch.float32, torch.float64]))
+
+
+@given(st.lists(NUMBERS | TENSORS, min_size=1))
+@settings(max_examples=50, deadline=None)
+def test_records_are_means_and_of_names_with_max_and_min_extremes(
+    recorded: list[float | torch.Tensor],
+) -> None:
+    fed = federation()
+    for number in recorded:
+        fed.record(max_loss=number, min_loss=number, loss=number, maximal=number)
+    values = [float(number) for number in recorded]
+    records = fed.records()
+    mean = pytest.approx(sum(values) / len(values), abs=1e-6)
+    assert records == {
+        "max_loss": max(values),
+        "min_loss": min(values),
+        "loss": mean,
+        "maximal": mean,
+    }
+    assert all(type(value) is float for value in records.values())
+
+
 # Snapshots
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 import fedbilevel as fb
+from fedbilevel.algorithms import Message, Phase
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.federation import ClientError
 from fedbilevel.federation.task import on_client
 from tests.support.probe import Probe, ask_each, federation, loss
@@ -122,3 +124,30 @@ def test_an_interrupt_or_an_error_that_names_its_client_is_unchanged(
     with pytest.raises(type(error)) as raised, on_client(7, "round 3"):
         raise error
     assert raised.value is error
+
+
+class ChangesItsMessage(Phase):
+    """A phase that writes into what the server has sent."""
+
+    name = "changes"
+    reply: ClassVar = {"h": "x"}
+
+    def start(self, message: Message) -> fb.Tree:
+        return message.x
+
+    def step(self, x: fb.Tree, oracle: Oracle, batch: fb.Batch) -> fb.Tree:
+        x["x"].mul_(2)
+        return x
+
+    def finish(self, x: fb.Tree) -> dict[str, fb.Tree]:
+        return {"h": x}
+
+
+@pytest.mark.parametrize("mode", ["stack", "loop"])
+def test_a_phase_that_changes_its_message_in_place_is_refused(mode: Any) -> None:
+    task = fb.tasks.load("quadratic", clients=3)
+    fed = fb.simulated_federation(task.problem, task.clients, mode=mode)
+    with pytest.raises(
+        RuntimeError, match=r"phase 'changes', round 1 changed its message in place"
+    ):
+        fed.ask(ChangesItsMessage(), [0, 1, 2], x=fb.Tree(task.problem.x))

@@ -240,9 +240,11 @@ class Submodel:
         Returns:
             The submodel's tensors.
         """
-        whole = flatten(tree)
-        part = whole.index_select(0, self.positions(tree))
-        return _split(part, self.shapes(tree))
+        if not tree:
+            return Tree()
+        part = flatten(tree).index_select(0, self.positions(tree))
+        # A tree of several dtypes is flattened to one.
+        return _split(part, self.shapes(tree)).map(lambda t, w: t.to(w.dtype), tree)
 
     def spread(self, tree: Tree, like: Tree) -> Tree:
         """Put tensors of this submodel back at their positions in the whole model.
@@ -298,7 +300,8 @@ class Submodel:
             )
             layout = _layout(tensors, counts, next(iter(like.values())).device)
             positions = layout.offset
-            kept = torch.cat(list(self.kept.values())).to(positions.device, non_blocking=True)
+            kept = torch.cat([self.kept[axis] for axis in self.total])
+            kept = kept.to(positions.device, non_blocking=True)
             for slot, stride in layout.terms:
                 positions = positions + kept.index_select(0, slot) * stride
             self._located[key] = layout, positions

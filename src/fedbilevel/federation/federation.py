@@ -370,6 +370,7 @@ class Federation:
         assert replies is not None
         match report:
             case Arrived(results):
+                results.tasks[0].broadcast.check_unchanged()
                 clients = [task.client for task in results.tasks]
                 sizes = [results.nbytes] * len(clients)
                 self.ledger.book(

@@ -62,9 +62,32 @@ class Broadcast:
     payload: Mapping[str, Any] | None = None
     stages: Sequence[Stage] = ()
     shape_key: str = field(init=False)
+    _changes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.shape_key = shape_key(self.message)
+        self._changes = self._count_changes()
+
+    def check_unchanged(self) -> None:
+        """Refuse a phase that has changed the message in place: the server's own tensors are in it.
+
+        Raises:
+            RuntimeError: A tensor of the message was changed since it was sent.
+        """
+        if self._count_changes() != self._changes:
+            raise RuntimeError(
+                f"{self} changed its message in place; "
+                "a phase must return new values, because all clients share the message"
+            )
+
+    def _count_changes(self) -> int:
+        """How often the tensors of the message were changed in place, as PyTorch counts it."""
+        changes = 0
+        for value in self.message.values():
+            for leaf in value.values() if isinstance(value, Tree) else pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and not leaf.is_inference():
+                    changes += leaf._version
+        return changes
 
     @property
     def wire_message(self) -> Mapping[str, Any]:

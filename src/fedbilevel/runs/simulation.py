@@ -89,7 +89,8 @@ def simulated_federation(
         )
     if precision == "tf32" and device == "cpu":
         raise ValueError(
-            "precision is 'tf32', but device is 'cpu', which has none; it must be 'fp32' or 'bf16'"
+            "precision is 'tf32', but device is 'cpu', which has none; "
+            "it must be 'fp32', 'bf16' or 'bf16-all'"
         )
     p = client_weights(weights, clients)
     batch_size = environment.batch_size
