@@ -99,3 +99,16 @@ def test_nested_values_may_all_be_repeated(clients: int) -> None:
     }
     for name, tensor in scaled.items():
         torch.testing.assert_close(tensor, tree[name] * draw("f"), rtol=0, atol=0)
+
+
+def test_entries_of_an_expanded_stack_are_differentiated_one_by_one() -> None:
+    """Each client's derivative is its own, even where all clients start from one tensor."""
+    point = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    scales = torch.tensor([1.0, 3.0, 5.0], dtype=torch.float64)
+
+    def losses(points: Tensor) -> Tensor:
+        return apply_vmap(lambda y, scale: scale * (y**2).sum(), [points, scales])
+
+    _, pullback = torch.func.vjp(losses, point.expand(3, 2))
+    (gradients,) = pullback(torch.ones(3, dtype=torch.float64))
+    assert torch.equal(gradients, 2 * scales.unsqueeze(1) * point)

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.derivatives import is_differentiated
+
 Nested = Any  # tensors in any nest of tuples, dicts and trees
 
 ApplyToStack = Callable[[Callable[..., Nested], Sequence[Tensor]], Nested]
@@ -36,7 +38,11 @@ def apply_vmap(fn: Callable[..., Nested], stacks: Sequence[Tensor]) -> Nested:
 
 
 def _is_shared(stack: Tensor) -> bool:
-    return stack.stride(0) == 0 and len(stack) > 1
+    """Tell whether all entries of a stack are one tensor.
+
+    They are not if somebody differentiates with respect to each of them.
+    """
+    return stack.stride(0) == 0 and len(stack) > 1 and not is_differentiated(stack)
 
 
 def apply_to_one(fn: Callable[..., Nested], stacks: Sequence[Tensor]) -> Nested:
