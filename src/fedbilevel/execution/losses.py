@@ -79,16 +79,13 @@ class ClientLosses:
             val_key = train_key
         else:
             val_key = fold_in(key, 1)
-            self._check(Batch(data.train, data.val, key), device)
         train = _subsample(data.train, train_key, samples)
         val = _subsample(data.val, val_key, samples)
-        self.batch = self._check(Batch(train, val, key), device)
-
-    def _check(self, batch: Batch, device: str) -> Batch:
-        """Evaluate both losses at the start; return the batch on its device."""
-        on_device: Batch = pytree.tree_map(lambda tensor: tensor.to(device), batch)
-        self(*self.oracle.problem.start, on_device)
-        return on_device
+        self.batch = _on_device(Batch(train, val, key), device)
+        checked = self.batch
+        if oracle.problem.lower_level == "shared":
+            checked = _on_device(Batch(data.train, data.val, key), device)
+        self(*oracle.problem.start, checked)
 
     def __call__(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the upper and the lower loss at (x, y) on a batch."""
@@ -195,6 +192,11 @@ class Losses:
             return self.client_losses(x, y, alone)
         losses: tuple[Tensor, Tensor] = vectorized(lambda b: self.client_losses(x, y, b))(batch)
         return losses
+
+
+def _on_device(batch: Batch, device: str) -> Batch:
+    moved: Batch = pytree.tree_map(lambda tensor: tensor.to(device), batch)
+    return moved
 
 
 def _subsample(data: Data, key: Tensor, count: int) -> Data:

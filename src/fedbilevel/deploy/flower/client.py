@@ -151,10 +151,11 @@ class Worker:
             episode_size = environment.batch_size
         self.problem.check(self.data, node.device, episode_size)
         self.executor = ReferenceExecutor(
-            self.problem.with_precision(self.config.experiment.runtime.precision),
+            self.problem,
             {self.client: self.data},
             environment.batch_size,
             device=node.device,
+            precision=self.config.experiment.runtime.precision,
         )
         folder = Path(platformdirs.user_state_dir("fedbilevel"), job)
         self.memory_file = folder / f"client-{self.client}.safetensors"
