@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from flwr.app import Message
 
+from fedbilevel.deploy.flower.wire import bundle, is_bundle
 from tests.support.flower import (
     QUADRATIC,
     FakeGrid,
@@ -26,3 +29,21 @@ def test_a_reply_that_flower_cannot_read_is_refused() -> None:
     fed, run = real_federation(grid, resolve_config(QUADRATIC))
     run.advance()
     assert fed.transport.refusals == {2: 1}
+
+
+def test_nodes_that_reply_with_bundles_are_sent_bundles() -> None:
+    grid = FakeGrid(4)
+    received: list[tuple[int, bool]] = []
+
+    def reply_with_a_bundle(message: Message, handle: Callable[[Message], Message]) -> Message:
+        received.append((message.metadata.dst_node_id, is_bundle(message.content)))
+        reply = handle(message)
+        reply.content = bundle(reply.content)
+        return reply
+
+    grid.behaviours[102] = reply_with_a_bundle
+    _, run = real_federation(grid, resolve_config(QUADRATIC))
+    run.advance()
+    run.advance()
+    assert received[0] == (102, False)  # before its first reply, no one knows that it bundles
+    assert all(bundled for _, bundled in received[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedbilevel.core.tree import Tree
-from fedbilevel.deploy.flower.wire import WireError, decode, encode
+from fedbilevel.deploy.flower.wire import WireError, bundle, decode, encode, is_bundle
 from tests.support.flower import DESCEND, QUADRATIC, FakeGrid, resolve_config
 
 HEADER = {
@@ -30,7 +31,8 @@ def content(header: object, **arrays: Array) -> RecordDict:
     return RecordDict({"tensors": ArrayRecord(arrays), "header": ConfigRecord({"json": text})})
 
 
-def test_a_message_comes_back_bit_for_bit() -> None:
+@pytest.mark.parametrize("form", [lambda content: content, bundle], ids=["records", "bundle"])
+def test_a_message_comes_back_bit_for_bit(form: Callable[[RecordDict], RecordDict]) -> None:
     values = {
         "x": Tree(
             w=torch.randn(3, 4, dtype=torch.float64), b=torch.tensor(2.5, dtype=torch.float64)
@@ -40,7 +42,7 @@ def test_a_message_comes_back_bit_for_bit() -> None:
         "numbers": (1, -(2**62), 0.1, True, None, "ä"),
         "nested": {"said": {3: (1, Tree(w=torch.arange(4)))}},
     }
-    decoded = decode(encode(**values))
+    decoded = decode(form(encode(**values)))
     assert decoded["numbers"] == values["numbers"]
     assert torch.equal(decoded["x"]["w"], values["x"]["w"])
     assert decoded["x"]["b"].shape == ()
@@ -85,6 +87,10 @@ def test_a_dtype_that_cannot_be_sent_is_refused_by_the_sender() -> None:
             "something else than arrays",
         ),
         (RecordDict({"a": ConfigRecord({})}), "other records"),
+        (RecordDict({"bundle": ConfigRecord({"float32": b""})}), "cannot be read"),
+        (RecordDict({"bundle": ConfigRecord({**TEXT, "float32": 1})}), "float32 are not bytes"),
+        (RecordDict({"bundle": ConfigRecord({**TEXT, "float32": b"PK"})}), "cannot be read"),
+        (RecordDict({"bundle": ArrayRecord({"float32": TWO_FLOATS})}), "cannot be read"),
     ],
 )
 def test_a_malformed_message_is_refused_in_one_line(malformed: RecordDict, reason: str) -> None:
@@ -103,3 +109,13 @@ def test_a_message_is_little_larger_than_its_tensors() -> None:
     sent = sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
     assert tree.nbytes == 640_000
     assert sent < 1.05 * tree.nbytes
+
+
+def test_a_bundle_is_three_objects_and_a_large_message_is_not_bundled() -> None:
+    FakeGrid(1)  # without a task of Flower no message can be made
+    small = encode(x=torch.zeros(10), n=torch.arange(3))
+    large = encode(x=torch.zeros(2**18))
+    assert is_bundle(bundle(small))
+    assert bundle(large) is large
+    assert len(get_all_nested_objects(Message(small, 1, "train"))) > 5
+    assert len(get_all_nested_objects(Message(bundle(small), 1, "train"))) == 3

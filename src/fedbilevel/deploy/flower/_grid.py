@@ -8,7 +8,14 @@ import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbilevel.deploy.flower.wire import Values, WireError, decode, one_line
+from fedbilevel.deploy.flower.wire import (
+    Values,
+    WireError,
+    bundle,
+    decode,
+    is_bundle,
+    one_line,
+)
 
 REPLY_POLL_S = 0.02  # seconds between two looks for replies
 
@@ -33,13 +40,19 @@ class NodeReply(NamedTuple):
 
 
 class GridConnection:
-    """Pushes and pulls single messages, so that one unreadable reply does not affect another."""
+    """Pushes and pulls single messages, so that one unreadable reply does not affect another.
+
+    A node that replies with bundles, as warm nodes do, is sent bundles.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
+        self._bundling_nodes: set[int] = set()
 
     def push(self, message: Message) -> str | None:
         """Send a message to its node; return Flower's id of it, None if the node has left."""
+        if message.metadata.dst_node_id in self._bundling_nodes:
+            message.content = bundle(message.content)
         message_ids = list(self.grid.push_messages([message]))
         if not message_ids:
             return None
@@ -54,6 +67,10 @@ class GridConnection:
             reply = replies[0]
             if reply.has_error():
                 return NodeReply(None, reply.error.code, one_line(reply.error.reason))
+            if is_bundle(reply.content):
+                self._bundling_nodes.add(reply.metadata.src_node_id)
+            else:
+                self._bundling_nodes.discard(reply.metadata.src_node_id)
             return NodeReply(reply.content)
         except httpx.HTTPError:
             raise  # the SuperLink cannot be reached: no fault of the node

@@ -108,7 +108,8 @@ def request_losses(
             elif members.node_of.get(client) != node:  # it has left
                 del waiting[client]
         members.refresh()
-        time.sleep(REPLY_POLL_S)
+        if waiting:
+            time.sleep(REPLY_POLL_S)
     for client, (_, node) in waiting.items():
         log.warning("client %d did not report its losses in time", client)
         members.remove(client, node)

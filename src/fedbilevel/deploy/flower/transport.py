@@ -325,13 +325,16 @@ class FlowerTransport(Transport):
         arrived = 0
         while awaited := _pending_among(self._pending, tasks):
             self.members.refresh()
+            nothing_new = True
             for pending in awaited:
                 for report in self._poll(pending):
+                    nothing_new = False
                     arrived += isinstance(report, Arrived)
                     yield report
                 if arrived >= limit:
                     return
-            time.sleep(REPLY_POLL_S)
+            if nothing_new:
+                time.sleep(REPLY_POLL_S)
 
     def _poll(self, pending: PendingTask) -> Iterator[Report]:
         """Send a task that is not sent yet, or read its reply, or give it up."""

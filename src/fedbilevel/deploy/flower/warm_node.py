@@ -51,7 +51,7 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from fedbilevel.deploy.flower.wire import one_line
+from fedbilevel.deploy.flower.wire import bundle, one_line
 from fedbilevel.federation.replies import log
 
 FLWR_VERSION = "1.41.0"
@@ -258,7 +258,10 @@ def _answer_next_message(
     except Exception as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         reply = Message(Error(code=APP_RAISED_CODE, reason=reason), reply_to=message)
-    reply.metadata.__dict__["_message_id"] = reply.object_id
+    if reply.has_content():
+        reply.content = bundle(reply.content)
+    with no_object_id_recompute():
+        reply.metadata.__dict__["_message_id"] = reply.object_id
     try:
         _push_reply(client, node, run_id, reply, time.monotonic() - started)
     except httpx.HTTPStatusError as error:
