@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.federation.phase import Side
 from fedbilevel.federation.task import Results, Task
 
 Mark = Any  # what `mark` returned; only the executor that made it looks inside
@@ -63,8 +64,8 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def samples(self, client: int) -> int:
-        """Return the number of training samples that a client holds."""
+    def samples(self, client: int, side: Side) -> int:
+        """Return how many samples a client holds on one side: for training or for validation."""
 
     def mark(self) -> Mark:
         """Mark the present state; `rollback` returns to it, until the next mark is set."""

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core import ranks
 from fedbilevel.execution.executor import Executor, Mark
+from fedbilevel.federation.phase import Side
 from fedbilevel.federation.stacks import sum_finite
 from fedbilevel.federation.task import Results, Sums, Task, TaskCost, group_by_broadcast
 
@@ -39,7 +40,7 @@ class RankedExecutor(Executor):
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> local = StackedExecutor(task.problem, task.clients, batch_size=None)
         >>> executor = RankedExecutor(local, "cpu")
-        >>> executor.samples(0) == local.samples(0)
+        >>> executor.samples(0, "train") == local.samples(0, "train")
         True
     """
 
@@ -127,9 +128,9 @@ class RankedExecutor(Executor):
     def _zeros_like(self, meta: Tensor) -> Tensor:
         return torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
 
-    def samples(self, client: int) -> int:
-        """Return the number of training samples that a client holds, on any rank."""
-        return self.executor.samples(client)
+    def samples(self, client: int, side: Side) -> int:
+        """Return how many samples a client holds on one side, on any rank."""
+        return self.executor.samples(client, side)
 
     def mark(self) -> Mark:
         """Mark the state of this rank."""

@@ -31,7 +31,7 @@ from fedbilevel.execution.memories import (
     stage_memory,
 )
 from fedbilevel.federation.kinds import reply_mismatch
-from fedbilevel.federation.phase import Message, Phase
+from fedbilevel.federation.phase import Message, Phase, Side
 from fedbilevel.federation.stages import encode_values
 from fedbilevel.federation.task import Results, Task, TaskCost, Values, on_client
 
@@ -207,9 +207,9 @@ class ReferenceExecutor(Executor):
             self.memories[task.client] = join_memories(phase_memory(memory), of_stages)
         return payload
 
-    def samples(self, client: int) -> int:
-        """Return the number of training samples that a client holds."""
-        return self.problem.validated(self.clients[client]).size("train")
+    def samples(self, client: int, side: Side) -> int:
+        """Return how many samples a client holds on one side."""
+        return self.problem.validated(self.clients[client]).size(side)
 
     def mark(self) -> Mark:
         """Mark what clients remember now."""

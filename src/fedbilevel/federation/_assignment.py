@@ -17,7 +17,7 @@ from fedbilevel.core.submodels import Submodel, count_units
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.kinds import message_kinds, templates
-from fedbilevel.federation.phase import Phase
+from fedbilevel.federation.phase import Phase, Side
 from fedbilevel.federation.stages import decode_values, encode_values
 from fedbilevel.federation.task import Broadcast, Task, group_by_broadcast, on_client
 
@@ -33,7 +33,7 @@ class Assigner:
         clients: How many clients are registered.
         environment: Local steps, batch size and stages.
         weights: Returns p_i for each client; called when it is first needed.
-        samples: Returns how many training samples a client holds.
+        samples: Returns how many samples a client holds on one side.
         seed: The root of all keys.
 
     Attributes:
@@ -46,7 +46,7 @@ class Assigner:
         clients: int,
         environment: Environment,
         weights: Callable[[], Sequence[float]],
-        samples: Callable[[int], int],
+        samples: Callable[[int, Side], int],
         seed: int,
     ) -> None:
         self.problem = problem
@@ -161,7 +161,7 @@ class Assigner:
         steps = []
         for client in clients:
             with on_client(client, f"phase {phase.name!r}, round {round_}"):
-                samples = self.samples(client)
+                samples = self.samples(client, phase.epoch_side)
             steps.append(phase.steps_on(samples, self.environment.batch_size))
         return steps
 

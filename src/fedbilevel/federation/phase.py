@@ -22,6 +22,7 @@ from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.settings import FrozenDataclass, Rule, build, parse_epochs
 from fedbilevel.federation.kinds import Kind
 
+Side = Literal["train", "val"]
 Sides = Literal["train", "val", "both"]
 Carry = Any  # any nest of tuples, dicts and trees of tensors
 StepBatch = Any  # a `Batch`, or a tuple of batches where `Phase.draws` is above 1
@@ -234,11 +235,16 @@ class Phase(FrozenDataclass, ABC):
         """N where `steps` is "N epochs", otherwise None."""
         return parse_epochs(self.steps)
 
+    @property
+    def epoch_side(self) -> Side:
+        """The data that an epoch passes over: validation data where steps are given no other."""
+        return "val" if self.batch == "val" else "train"
+
     def steps_on(self, samples: int, batch_size: int | None) -> int:
-        """The number of steps of `epochs` passes over a client's training data.
+        """The number of steps of `epochs` passes over a client's data.
 
         Args:
-            samples: How many training samples the client holds.
+            samples: How many samples the client holds on `epoch_side`.
             batch_size: Samples per mini-batch; None is the full batch.
 
         Returns:

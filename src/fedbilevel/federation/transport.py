@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from fedbilevel.core.tree import Tree
+from fedbilevel.federation.phase import Side
 from fedbilevel.federation.task import Results, Task, TaskCost
 
 
@@ -126,8 +127,8 @@ class Transport(ABC):
         """Seconds since the run began, on this transport's clock."""
 
     @abstractmethod
-    def samples(self, client: int) -> int:
-        """How many training samples a client holds."""
+    def samples(self, client: int, side: Side) -> int:
+        """How many samples a client holds on one side: for training or for validation."""
 
     @abstractmethod
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:

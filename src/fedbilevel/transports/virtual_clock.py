@@ -22,6 +22,7 @@ from fedbilevel.core import ranks
 from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution.executor import Executor
 from fedbilevel.federation.environment import Environment
+from fedbilevel.federation.phase import Side
 from fedbilevel.federation.stacks import reply_at, stack_replies
 from fedbilevel.federation.task import Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
@@ -109,9 +110,9 @@ class VirtualClock(Transport):
         """The global upper and lower loss; see `Transport.losses`."""
         return self._losses(x, y)
 
-    def samples(self, client: int) -> int:
-        """How many training samples a client holds."""
-        return self.executor.samples(client)
+    def samples(self, client: int, side: Side) -> int:
+        """How many samples a client holds on one side."""
+        return self.executor.samples(client, side)
 
     def unavailable(self, needed: int, busy: Collection[int]) -> Collection[int]:
         """The clients that are busy or away; time passes until `needed` others are there.

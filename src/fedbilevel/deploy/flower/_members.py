@@ -32,7 +32,8 @@ class Members:
 
     Attributes:
         node_of: The node of each client that is present.
-        samples: The number of training samples of each client that was ever present.
+        samples: The numbers of training and validation samples of each client that was ever
+            present.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Members:
         self.greeting = greeting
         self.ttl = ttl
         self.node_of: dict[int, int] = {}
-        self.samples: dict[int, int] = {}
+        self.samples: dict[int, tuple[int, int]] = {}
         # By node: the id of the greeting that it has not answered yet, and when that expires.
         self._greeted: dict[int, tuple[str, float]] = {}
         # By node: the client that it claimed to be if that one was taken, None if refused for good.
@@ -113,13 +114,18 @@ class Members:
             return
         before = self.samples.get(client, samples)
         if before != samples:
-            log.warning("client %d now has %d training samples, not %d", client, samples, before)
+            log.warning(
+                "client %d now has %d training and %d validation samples, not %d and %d",
+                client,
+                *samples,
+                *before,
+            )
         self.node_of[client] = node
         self.samples[client] = samples
-        log.info("client %d has joined (node %d, %d training samples)", client, node, samples)
+        log.info("client %d has joined (node %d, %d training samples)", client, node, samples[0])
 
-    def _read_claim(self, node: int, reply: NodeReply) -> tuple[int, int]:
-        """Return the client that a node claims to be, and its number of training samples."""
+    def _read_claim(self, node: int, reply: NodeReply) -> tuple[int, tuple[int, int]]:
+        """Return the client that a node claims to be, and its training and validation samples."""
         values = reply.decode()
         client = checks.integer("client", values["client"], least=0, most=self.clients - 1)
         train, val = values["samples"]
@@ -128,4 +134,4 @@ class Members:
         key_name = self._key_names.get(node, "")
         if key_name.startswith("client-") and key_name != f"client-{client}":
             raise WireError(f"its key is that of {key_name}, but it claims to be client {client}")
-        return client, train
+        return client, (train, val)

@@ -34,6 +34,7 @@ from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.kinds import message_kinds
+from fedbilevel.federation.phase import Side
 from fedbilevel.federation.replies import log
 from fedbilevel.federation.stages import Clip
 from fedbilevel.federation.task import Task
@@ -245,12 +246,13 @@ class FlowerTransport(Transport):
         available = set(self.present) - set(busy)
         return set(range(self.clients)) - available
 
-    def samples(self, client: int) -> int:
-        """Return the training samples that a client reported, 1 before it has joined.
+    def samples(self, client: int, side: Side) -> int:
+        """Return the samples on one side that a client reported, 1 before it has joined.
 
         The number of steps of a task that lasts epochs is computed again when the task is sent.
         """
-        return self.members.samples.get(client, 1)
+        train, val = self.members.samples.get(client, (1, 1))
+        return train if side == "train" else val
 
     def weights(self) -> Sequence[float]:
         """Return p_i of each client; waits for the clients, whose samples they may depend on."""
@@ -265,7 +267,7 @@ class FlowerTransport(Transport):
         self._wait_for_clients(max(wanted, self.environment.min_replies), ())
         sizes = [1] * self.clients
         if self.weighting == "samples":
-            sizes = [self.members.samples[client] for client in range(self.clients)]
+            sizes = [self.samples(client, "train") for client in range(self.clients)]
         self._client_weights = [size / sum(sizes) for size in sizes]
         self._started = True
         log.info("%d of %d clients are present", len(self.present), self.clients)
@@ -304,7 +306,8 @@ class FlowerTransport(Transport):
             return
         phase = task.broadcast.phase
         if phase.epochs is not None:  # the client may have joined after the task was made
-            task.steps = phase.steps_on(self.samples(task.client), self.environment.batch_size)
+            samples = self.samples(task.client, phase.epoch_side)
+            task.steps = phase.steps_on(samples, self.environment.batch_size)
         ttl = max(pending.deadline - time.monotonic(), MIN_TTL_S)
         message = Message(
             _encode_task(task, self.problem, job=self.job, table=self.table), node, "train", ttl=ttl

@@ -37,7 +37,7 @@ from fedbilevel.execution.stacked._samples import SampleStore
 from fedbilevel.execution.stacked._steps import StepRunner
 from fedbilevel.execution.vectorize import ApplyToStack, apply_to_one, apply_vmap, vectorized
 from fedbilevel.federation.kinds import ReplyError, reply_mismatch
-from fedbilevel.federation.phase import Phase
+from fedbilevel.federation.phase import Phase, Side
 from fedbilevel.federation.stages import encode_values
 from fedbilevel.federation.task import (
     ClientError,
@@ -348,9 +348,9 @@ class StackedExecutor(Executor):
                 self.memories[task.client] = join_memories(phase_memory(old), of_stages)
         return results._replace(values=payload, nbytes=nbytes(payload) // len(results.tasks))
 
-    def samples(self, client: int) -> int:
-        """Return the number of training samples that a client holds."""
-        return self.problem.validated(self.clients[client]).size("train")
+    def samples(self, client: int, side: Side) -> int:
+        """Return how many samples a client holds on one side."""
+        return self.problem.validated(self.clients[client]).size(side)
 
     def mark(self) -> dict[str, Any]:
         """Mark the present state, including what determines chunks and traces.
