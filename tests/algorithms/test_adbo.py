@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 import fedbilevel as fb
 from fedbilevel.algorithms import ADBO, SDBO
 from fedbilevel.core.tree import is_finite
-from fedbilevel.federation.delays import Constant, Faults, LogNormal, Stragglers
+from fedbilevel.federation.delays import Constant, Faults, LogNormal, Stragglers, Trace
 from fedbilevel.runs.run import Run
 from tests.support.cases import (
     CASES,
@@ -109,6 +111,135 @@ def test_planes_without_a_multiplier_are_dropped() -> None:
         assert torch.equal(new_rows[:3], old_rows[[0, 2, 4]])
 
 
+AS_CODED = SETTINGS | {"plane_every": 6, "prune_below": 0.0}
+
+
+class PublishedServer:
+    """The published code, without repairs, on quadratics: one loop over the queue of messages.
+
+    Args:
+        task: The quadratic task.
+        durations: How long each worker takes for a message.
+        active: How many messages the server waits for.
+    """
+
+    def __init__(self, task: Any, durations: list[float], active: int) -> None:
+        self.parts = client_means(task)
+        self.durations = durations
+        self.active = active
+        self.n = range(len(self.parts))
+        self.v = task.problem.x["x"]
+        self.z = task.problem.y["y"]
+        self.hps = [self.v for _ in self.n]
+        self.ws = [self.z for _ in self.n]  # as the server has them
+        self.own_hps = [self.v for _ in self.n]  # as the workers have them
+        self.own_ws = [self.z for _ in self.n]
+        self.thetas = [self.v for _ in self.n]
+        self.planes: list[tuple[Tensor, list[Tensor], Tensor, Tensor]] = []
+        self.lam: list[Tensor] = []
+        self.now = 0.0
+        self.queue: dict[int, float] = {}
+
+    def step_outer(self, i: int) -> None:
+        """Worker i gets lambda and theta_i, and steps; its message arrives later."""
+        _, _, _, e, t, D = self.parts[i]
+        x, y = self.own_hps[i], self.own_ws[i]
+        push = torch.zeros_like(y)
+        for lam, (_, b, _, _) in zip(self.lam, self.planes, strict=True):
+            push = push + lam * b[i]
+        self.own_hps[i] = x - AS_CODED["lr_x"] * (x - t + D.T @ y + self.thetas[i])
+        self.own_ws[i] = y - AS_CODED["lr_y"] * (y - e + D @ x + push)
+        self.queue[i] = self.now + self.durations[i]
+
+    def run(self, epochs: int) -> None:
+        for i in self.n:
+            self.step_outer(i)
+        for k in range(epochs):
+            nodes = sorted(self.queue, key=self.queue.__getitem__)[: self.active]
+            for i in nodes:
+                self.now = max(self.now, self.queue.pop(i))
+                self.hps[i] = self.own_hps[i]
+                self.ws[i] = self.own_ws[i]
+            self.move(nodes)
+            for i in nodes:
+                self.step_outer(i)
+            if k % AS_CODED["plane_every"] == 0:
+                self.now = max(self.queue.values())  # the messages are taken; ws stays
+                self.new_plane()
+                for i in self.n:
+                    self.step_outer(i)
+
+    def move(self, nodes: list[int]) -> None:
+        v, z = self.v, self.z
+        for lam, (a, _, c, _) in zip(self.lam, self.planes, strict=True):
+            v = v - AS_CODED["server_lr_x"] * lam * a
+            z = z - AS_CODED["server_lr_y"] * lam * c
+        self.v = v + AS_CODED["server_lr_x"] * torch.stack(self.thetas).sum(0)
+        self.z = z
+        for j, (a, b, c, kappa) in enumerate(self.planes):
+            value = a @ self.v + c @ z + kappa + sum(b[i] @ self.ws[i] for i in self.n)
+            slope = value - AS_CODED["c1"] * self.lam[j]
+            self.lam[j] = (self.lam[j] + AS_CODED["lr_dual_planes"] * slope).clamp(min=0)
+        for i in nodes:
+            gap = self.hps[i] - self.v - AS_CODED["c2"] * self.thetas[i]
+            self.thetas[i] = self.thetas[i] + AS_CODED["lr_dual_consensus"] * gap
+
+    def new_plane(self) -> None:
+        """K steps for b, c and the constant, one more for a; the target is ws."""
+        v = self.v.clone().requires_grad_()
+        ends = self.own_ws
+        z = self.z
+        phis = [torch.zeros_like(z) for _ in self.n]
+        for step in range(AS_CODED["plane_steps"] + 1):
+            if step == AS_CODED["plane_steps"]:
+                b = [2 * (self.ws[i] - ends[i].detach()) for i in self.n]
+                c = 2 * (self.z - z)
+            moved = []
+            for i, (A, B, const, *_) in enumerate(self.parts):
+                d = A @ ends[i] - B @ v - const + phis[i] + AS_CODED["penalty"] * (ends[i] - z)
+                moved.append(ends[i] - AS_CODED["lr_y"] * d)
+            ends = moved
+            gaps = [end.detach() - z for end in ends]
+            pull = torch.stack(phis).sum(0) + AS_CODED["penalty"] * torch.stack(gaps).sum(0)
+            phis = [phis[i] + AS_CODED["lr_y"] * gaps[i] for i in self.n]
+            z = z + AS_CODED["server_lr_y"] * pull
+        distance = torch.stack([(self.ws[i] - ends[i]).square().sum() for i in self.n]).sum()
+        (a,) = torch.autograd.grad(distance, v)
+        kappa = -(a @ self.v) + c @ c / 4 - c @ self.z
+        for i in self.n:
+            kappa = kappa + b[i] @ b[i] / 4 - b[i] @ self.ws[i]
+        kept = [j for j, lam in enumerate(self.lam) if lam >= AS_CODED["prune_below"]]
+        self.planes = [self.planes[j] for j in kept] + [(a, b, c, kappa)]
+        self.lam = [self.lam[j] for j in kept] + [torch.zeros((), dtype=torch.float64)]
+        self.now += (AS_CODED["plane_steps"] + 1) * max(self.durations)
+
+
+@pytest.mark.parametrize(("kind", "active"), [(SDBO, 5), (ADBO, 5), (ADBO, 2)])
+def test_reference_is_the_published_code(kind: Any, active: int, tmp_path: Path) -> None:
+    task = load_quadratic()
+    start = dataclasses.replace(task.problem, x={"x": torch.full((5,), 0.3, dtype=torch.float64)})
+    task = dataclasses.replace(task, problem=start)
+    durations = [1.0, 1.37, 2.9, 1.71, 2.23]
+    file = tmp_path / "durations.csv"
+    file.write_text("".join(f"{i},{seconds}\n" for i, seconds in enumerate(durations)))
+    environment = {"participation": active, "delay": Trace(str(file))}
+    changes = {"max_delay": 100} if kind is ADBO else {}
+    server = PublishedServer(task, durations, active)
+    server.run(20)
+
+    def run(**changes: Any) -> Run:
+        return iterate(task, kind(**AS_CODED | changes), 20, environment=environment)
+
+    coded = run(compat="reference", **changes)
+    assert len(server.lam) > 2
+    assert float(max(server.lam)) > 1e-3
+    torch.testing.assert_close(coded.state.x["x"], server.v, rtol=0, atol=1e-12)
+    torch.testing.assert_close(coded.state.y["y"], server.z, rtol=0, atol=1e-12)
+    torch.testing.assert_close(coded.state.lam, torch.stack(server.lam), rtol=0, atol=1e-12)
+    assert coded.fed.now == pytest.approx(server.now)
+    assert (run(**changes).state.x["x"] - server.v).norm() > 1e-2, "the repairs do not show"
+
+
 def test_without_delays_and_with_everyone_adbo_is_sdbo() -> None:
     task = load_quadratic(samples=4, noise=1.0)
     environment = {"batch_size": 2, "delay": Constant(1.0)}
@@ -193,7 +324,7 @@ def test_lost_replies_leave_a_client_out_of_a_plane() -> None:
         "delay": LogNormal(1.0, 0.5),
         "faults": Faults(drop=0.2, corrupt=0.1, duplicate=0.1, leave=0.1),
     }
-    run = iterate(task, ADBO(**SETTINGS | {"plane_every": 4}), 40, environment=environment)
+    run = iterate(task, ADBO(**SETTINGS | {"plane_every": 4}), 20, environment=environment)
     assert run.fed.ledger.lost_tasks > 10
     assert run.fed.ledger.refused_replies > 5
     left_out, total = count_left_out(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from fedbilevel.federation import Federation, Reply
 from fedbilevel.federation.delays import Constant, Faults, LogNormal, Pareto, Stragglers
 from fedbilevel.runs.run import Run
 from tests.support.architecture import names as architecture
+from tests.support.cases import client_means, directions, zero_of
 
 # Tiny local steps, so that the fixed point is that of the problem.
 STEPS: dict[str, Any] = {
@@ -79,6 +80,47 @@ def test_with_unequal_speeds_it_goes_to_the_true_solution(task: Any, changes: An
     advance(run, 350)
     assert run.fed.records()["max_staleness"] > 5
     assert relative_gradient(task, run) < 1e-2
+
+
+LOCAL_STEPS = [1, 3, 5, 2, 4, 7]
+
+
+def drifted_fixed_point(task: Any, scale: float) -> tuple[dict[str, float], State]:
+    """Where the mean over clients of their mean directions along local paths is 0, by hand."""
+    lr = {"lr_x": 0.03 * scale, "lr_y": 0.1 * scale, "lr_z": 0.05 * scale}
+    sizes = [5, 4, 4]
+
+    def mean_direction(u: Tensor) -> Tensor:
+        means = []
+        for m, steps in zip(client_means(task), LOCAL_STEPS, strict=True):
+            local = u
+            total = torch.zeros_like(u)
+            for _ in range(steps):
+                d = directions(m, *local.split(sizes))
+                total = total + torch.cat(d)
+                moves = [rate * part for rate, part in zip(lr.values(), d, strict=True)]
+                local = local - torch.cat(moves)
+            means.append(total / steps)
+        return torch.stack(means).mean(0)
+
+    x, y, z = zero_of(mean_direction, sum(sizes)).split(sizes)
+    return lr, State(fb.Tree(x=x), fb.Tree(y=y), fb.Tree(y=z))
+
+
+def test_local_steps_move_the_fixed_point_in_proportion_to_their_size(task: Any) -> None:
+    """It is the solution of the problem only up to the drift of local steps."""
+    distances = []
+    for scale in (1.0, 0.1):
+        lr, start = drifted_fixed_point(task, scale)
+        environment = fb.Environment(local_steps=LOCAL_STEPS)
+        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        end = AFBO(**lr, server_lr_x=1.0, server_lr_y=1.0, server_lr_z=1.0).iterate(start, fed)
+        torch.testing.assert_close(end.x["x"], start.x["x"], rtol=0, atol=1e-10)
+        torch.testing.assert_close(end.y["y"], start.y["y"], rtol=0, atol=1e-10)
+        torch.testing.assert_close(end.z["y"], start.z["y"], rtol=0, atol=1e-10)
+        distances.append(float((start.x["x"] - task.x_star()["x"]).norm()))
+    assert distances[0] > 0.01
+    assert 6 < distances[0] / distances[1] < 15
 
 
 class AverageOfArrivals(AFBO):
@@ -230,6 +272,181 @@ def test_the_printed_estimator_loses_the_indirect_term(task: Any) -> None:
     assert relative_gradient(task, runs["random-truncation"]) < 0.5 * printed
 
 
+class CurvedClient(NamedTuple):
+    """Losses whose Hessians and cross derivatives depend on the point, with derivatives by hand.
+
+    f = |y - e|^2 / 2 + |x - t|^2 / 2 + sum_j x_j^2 y_j^2 / 4
+    g = y' A y / 2 - y' (B x + c) + sum_j (y_j^4 / 12 + x_j^2 y_j^2 / 2)
+    """
+
+    A: Tensor
+    B: Tensor
+    c: Tensor
+    e: Tensor
+    t: Tensor
+
+    def lower_gradient_y(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.A @ y - self.B @ x - self.c + y**3 / 3 + x**2 * y
+
+    def hessian(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.A + torch.diag(y**2 + x**2)
+
+    def cross_product(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return -self.B.T @ v + 2 * x * y * v
+
+    def upper_gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x - self.t + x * y**2 / 2, y - self.e + x**2 * y / 2
+
+
+def curved_lower(x: fb.Tree, y: fb.Tree, batch: Any) -> Tensor:
+    A, B, c = (part[0] for part in batch)
+    u, w = x["x"], y["y"]
+    quadratic = w @ A @ w / 2 - w @ (B @ u + c)
+    return quadratic + (w**4 / 12 + u**2 * w**2 / 2).sum()
+
+
+def curved_upper(x: fb.Tree, y: fb.Tree, batch: Any) -> Tensor:
+    e, t = (part[0] for part in batch)
+    u, w = x["x"], y["y"]
+    return ((w - e) ** 2 / 2 + (u - t) ** 2 / 2 + u**2 * w**2 / 4).sum()
+
+
+def curved_problem(count: int) -> tuple[fb.Problem, list[CurvedClient]]:
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    clients = []
+    for _ in range(count):
+        root = draw(3, 3)
+        A = torch.eye(3, dtype=torch.float64) + 0.3 * root @ root.T
+        clients.append(CurvedClient(A, draw(3, 3), draw(3), draw(3), draw(3)))
+    x = {"x": torch.full((3,), 0.4, dtype=torch.float64)}
+    y = {"y": torch.full((3,), -0.3, dtype=torch.float64)}
+    return fb.Problem(upper=curved_upper, lower=curved_lower, x=x, y=y), clients
+
+
+DURATIONS = [1.0, 1.7, 2.9, 4.3, 17.1]
+WEIGHTS = [0.1, 0.3, 0.2, 0.15, 0.25]
+
+
+def algorithm_1(clients: list[CurvedClient], h: dict[str, Any], outer_delays: bool = True) -> Any:
+    """Algorithm 1 of AFBO with its own event queue; two replies an iteration, 40 iterations.
+
+    Without outer delays every client is fresh at each step on x.
+    """
+    m = len(clients)
+    x = torch.full((3,), 0.4, dtype=torch.float64)
+    y = torch.full((3,), -0.3, dtype=torch.float64)
+    G: dict[int, Tensor] = {}
+    point: dict[int, tuple[Tensor, Tensor]] = {}
+    H: dict[int, Tensor] = {}
+    flying: dict[int, tuple[float, int, Tensor]] = {}
+    idle = list(range(m))
+    arrived: set[int] = set()
+    now = 0.0
+    free_at = [0.0] * m
+    ages = []
+
+    def end_of_task(i: int) -> float:
+        """A client does one thing at a time."""
+        free_at[i] = max(now, free_at[i]) + DURATIONS[i]
+        return free_at[i]
+
+    def mean(values: dict[int, Tensor]) -> Tensor:
+        total = sum(WEIGHTS[i] * value for i, value in values.items())
+        return total / sum(WEIGHTS[i] for i in values)  # type: ignore[return-value]
+
+    for iteration in range(40):
+        for i in idle:
+            local = y
+            gradients = []
+            for _ in range(1 + i % 3):
+                gradients.append(clients[i].lower_gradient_y(x, local))
+                local = local - 0.1 * gradients[-1]
+            flying[i] = (end_of_task(i), iteration, torch.stack(gradients).mean(0))
+        idle = []
+        while flying:
+            overdue = [t for _, t, _ in flying.values() if iteration - t >= h["max_delay"] - 1]
+            if len(idle) >= 2 and not overdue:
+                break
+            i = min(flying, key=lambda i: flying[i][:2])
+            end, posted, G[i] = flying.pop(i)
+            now = max(now, end)
+            idle.append(i)
+            arrived.add(i)
+            ages.append(iteration - posted)
+        y = y - 0.2 * mean(G)
+        if iteration % h["inner_rounds"] != h["inner_rounds"] - 1:
+            continue
+        fresh = arrived if outer_delays else set(range(m))
+        point |= dict.fromkeys(fresh, (x, y))
+        v = mean({j: clients[j].upper_gradients(*at)[1] for j, at in point.items()})
+        factor = torch.eye(3) - 0.3 * mean({j: clients[j].hessian(*at) for j, at in point.items()})
+        if h["hypergradient"] == "printed":
+            products = m
+            p = 0.3 * m * torch.linalg.matrix_power(factor, m) @ v
+        else:
+            products = 3
+            p = 0.3 * sum(torch.linalg.matrix_power(factor, u) @ v for u in range(4))
+        Jp = mean({j: clients[j].cross_product(*at, p) for j, at in point.items()})
+        H |= {i: clients[i].upper_gradients(x, y)[0] - Jp for i in fresh}
+        x = x - 0.1 * mean(H)
+        if h["aphe"] == "clients":
+            for asked in [arrived] + [point] * (products + 1):
+                now = max(end_of_task(i) for i in asked)
+        arrived = set()
+    return x, y, now, max(ages)
+
+
+@pytest.mark.parametrize("aphe", ["server", "clients"])
+@pytest.mark.parametrize("hypergradient", ["printed", "neumann"])
+@pytest.mark.parametrize(("inner_rounds", "max_delay"), [(1, None), (3, None), (2, 4), (2, 1)])
+def test_aphe_is_algorithm_1_with_inner_and_outer_delays(
+    tmp_path: Path, aphe: Any, hypergradient: Any, inner_rounds: int, max_delay: Any
+) -> None:
+    problem, clients = curved_problem(5)
+    data = [
+        fb.ClientData((A[None], B[None], c[None]), (e[None], t[None])) for A, B, c, e, t in clients
+    ]
+    durations = tmp_path / "durations.csv"
+    durations.write_text("".join(f"{i},{s}\n" for i, s in enumerate(DURATIONS)))
+    environment = fb.Environment(
+        participation=2, local_steps=[1, 2, 3, 1, 2], delay=fb.delays.Trace(str(durations))
+    )
+    settings: dict[str, Any] = {
+        "hypergradient": hypergradient,
+        "inner_rounds": inner_rounds,
+        "aphe": aphe,
+    }
+    method = AFBO(
+        **settings,
+        max_delay=max_delay,
+        lr_y=0.1,
+        server_lr_x=0.1,
+        server_lr_y=0.2,
+        neumann_lr=0.3,
+        neumann_steps=4,
+    )
+    fed = fb.simulated_federation(problem, data, environment, weights=WEIGHTS)
+    run = advance(Run(method, fed, {}), 40)
+    x, y, now, oldest = algorithm_1(clients, settings | {"max_delay": max_delay or 1000})
+    torch.testing.assert_close(run.state.x["x"], x, rtol=0, atol=1e-12)
+    torch.testing.assert_close(run.state.y["y"], y, rtol=0, atol=1e-12)
+    records = run.fed.records()
+    assert run.fed.now == pytest.approx(now)
+    assert records["max_staleness"] == oldest
+    assert (oldest == 0) == (max_delay == 1)
+    if max_delay is not None:
+        assert oldest == max_delay - 1
+    if max_delay == 1 or aphe == "clients":
+        return
+    assert records["max_outer_age"] >= inner_rounds
+    other, *_ = algorithm_1(clients, settings | {"max_delay": 1000}, outer_delays=False)
+    assert (x - other).norm() > 1e-3, "the outer delays do not show"
+
+
 def test_barriers_are_charged_unless_the_server_is_said_to_know() -> None:
     task = fb.tasks.load("quadratic", clients=4)
     settings = STEPS | {"hypergradient": "neumann", "neumann_steps": 5}
@@ -237,7 +454,7 @@ def test_barriers_are_charged_unless_the_server_is_said_to_know() -> None:
     charged = advance(start(task, AFBO(**settings, aphe="clients"), delay=delay), 1).fed
     free = advance(start(task, AFBO(**settings, aphe="server"), delay=delay), 1).fed
     assert charged.ledger.rounds == 1 + 1 + 4 + 1
-    assert set(charged.ledger.phases) == {"inner", "start", "product", "hypergradient"}
+    assert set(charged.ledger.phases) == {"inner", "gradients", "product", "cross"}
     assert free.ledger.rounds == 1
     assert set(free.ledger.phases) == {"inner"}
     assert charged.now > 4 * free.now
@@ -320,6 +537,7 @@ def test_a_run_with_tasks_in_flight_resumes_bit_for_bit(
             "hypergradient must be 'linear-system', not 'neumann'",
         ),
         ({"inner_rounds": 0}, "inner_rounds is 0; it must be at least 1"),
+        ({"max_delay": 0}, "max_delay is 0; it must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(settings: Any, message: str) -> None:

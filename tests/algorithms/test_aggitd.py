@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import AggITD, FedNest, LFedNest, Phase
+from fedbilevel.algorithms.aggitd import GradientAndProduct
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.runs.run import Run
-from tests.support.cases import neumann
+from tests.support.cases import client_means, hypergradient, neumann, start_xy, upper_gradient_y
 from tests.support.conformance import iterate
 from tests.support.estimators import (
     Y_STAYS,
@@ -126,6 +129,162 @@ def test_aggitd_costs_2n_plus_3_rounds_and_fednest_2t_plus_n_plus_3(N: int) -> N
     assert fednest.fed.ledger.rounds == 4 * (2 * 2 + N + 3)
     lfednest = iterate(task, LFedNest(inner_rounds=2, lower_steps=2), 4)
     assert lfednest.fed.ledger.rounds == 4 * (2 + 1)
+
+
+TAU = [1, 3, 5, 2]
+LR_X = 0.1
+LR_Y = 0.3
+LAMBDA = 0.5
+
+
+def algorithms_1_to_4(
+    task: Any, Q: int, N: int, svrg: bool, per_client: bool, iterations: int = 3
+) -> tuple[Tensor, Tensor]:
+    """x and y after iterations of Algorithms 1 to 4 with everyone, lambda in line 6, z^N in 15.
+
+    The steps are LR_X and LR_Y, or these divided by tau_i.
+    """
+    parts = client_means(task)
+    scales = [1 / tau if per_client else 1.0 for tau in TAU]
+    x, y = start_xy(parts[0])
+    H = torch.stack([m[0] for m in parts]).mean(0)
+    for _ in range(iterations):
+        z = torch.zeros_like(y)
+        for t in range(N + 1):
+            slopes = [m[0] @ y - m[1] @ x - m[2] for m in parts]
+            q = torch.stack(slopes).mean(0)
+            if t == Q:
+                z = torch.stack([upper_gradient_y(m, x, y) for m in parts]).mean(0)
+            elif t > Q:
+                z = z - LAMBDA * H @ z
+            if t == N:
+                break
+            ends = []
+            for m, slope, tau, scale in zip(parts, slopes, TAU, scales, strict=True):
+                y_i = y
+                for _ in range(tau):
+                    d = m[0] @ y_i - m[1] @ x - m[2]
+                    y_i = y_i - scale * LR_Y * (d - slope + q if svrg else d)
+                ends.append(y_i)
+            y = torch.stack(ends).mean(0)
+        p = LAMBDA * (N + 1) * z
+        h = torch.stack([hypergradient(m, x, y, p) for m in parts]).mean(0)
+        ends = []
+        for tau, scale in zip(TAU, scales, strict=True):
+            x_i = x
+            for _ in range(tau):
+                x_i = x_i - scale * LR_X * (h + x_i - x)  # grad_x f_i has the slope 1 in x
+            ends.append(x_i)
+        x = torch.stack(ends).mean(0)
+    return x, y
+
+
+def run_with(task: Any, Q: int, iterations: int = 3, **settings: Any) -> Run:
+    """A run with unequal local steps in both rounds, in which Q is always drawn."""
+    method = AggITD(lr_x=LR_X, lr_y=LR_Y, neumann_lr=LAMBDA, lower_steps=None, **settings)
+    environment = fb.Environment(local_steps=TAU)
+    fed = fb.simulated_federation(task.problem, task.clients, environment)
+    fed.draw = lambda count: Q  # type: ignore[method-assign]
+    run = Run(method, fed, {})
+    for _ in range(iterations):
+        run.advance()
+    return run
+
+
+@pytest.mark.parametrize("lower", ["svrg", "sgd"])
+@pytest.mark.parametrize("scale", ["same", "per-client"])
+@pytest.mark.parametrize(("N", "Q"), [(1, 0), (1, 1), (3, 1)])
+def test_aggitd_is_algorithms_1_to_4_also_with_steps_divided_by_tau(
+    N: int, Q: int, scale: str, lower: str
+) -> None:
+    task = load_quadratic()
+    state = run_with(task, Q, inner_rounds=N, lower=lower, step_scale=scale).state
+    per_client = scale == "per-client"
+    x, y = algorithms_1_to_4(task, Q, N, lower == "svrg", per_client)
+    torch.testing.assert_close(state.x["x"], x, rtol=0, atol=1e-13)
+    torch.testing.assert_close(state.y["y"], y, rtol=0, atol=1e-13)
+    other_x, other_y = algorithms_1_to_4(task, Q, N, lower == "svrg", not per_client)
+    assert (other_x - x).norm() > 1e-2
+    assert (other_y - y).norm() > 1e-2
+
+
+def test_the_sgd_type_asks_for_no_gradient_that_nobody_uses() -> None:
+    """2N + 3 - Q rounds: at N = 1 they are 5 and 4, 4.5 on average over Q."""
+    task = load_quadratic()
+
+    def phases(lower: str, N: int, Q: int) -> dict[str, int]:
+        ledger = run_with(task, Q, iterations=1, inner_rounds=N, lower=lower).fed.ledger
+        counts = {name: costs.rounds for name, costs in ledger.phases.items()}
+        assert ledger.rounds == sum(counts.values())
+        return counts
+
+    for N in (1, 3):
+        for Q in range(N + 1):
+            sgd = phases("sgd", N, Q)
+            assert sum(sgd.values()) == 2 * N + 3 - Q
+            assert set(sgd) <= {"start", "product", "lower_round", "hypergradient", "upper_round"}
+            assert sum(phases("svrg", N, Q).values()) == 2 * N + 3
+    assert sum(sum(phases("sgd", 1, Q).values()) for Q in (0, 1)) / 2 == 4.5
+
+
+def test_q_and_the_product_have_batches_of_their_own_on_request() -> None:
+    """Over all pairs of samples q and H v are uncorrelated; on one batch they are not."""
+    task = load_quadratic(clients=5)  # their data are the samples
+    x, y = task.problem.start
+    y = y + fb.Tree(y=torch.ones_like(y["y"]))
+    v = fb.Tree(y=torch.arange(4, dtype=torch.float64))
+    batches = [fb.Batch(train=client.train) for client in task.clients]
+
+    def product_of_mean(phase: GradientAndProduct, draws: list[Any]) -> tuple[Tensor, Tensor]:
+        """The mean of q (H v)' over the draws, and the product of the means."""
+        replies = [phase.step({"x": x, "y": y, "v": v}, Oracle(task.problem), b) for b in draws]
+        q = torch.stack([reply["q"]["y"] for reply in replies])
+        hv = torch.stack([reply["hv"]["y"] for reply in replies])
+        return q.T @ hv / len(draws), torch.outer(q.mean(0), hv.mean(0))
+
+    apart = GradientAndProduct(independent_batches=True)
+    assert (apart.draws, GradientAndProduct().draws) == (2, 1)
+    mean, product = product_of_mean(apart, list(itertools.product(batches, batches)))
+    torch.testing.assert_close(mean, product, rtol=0, atol=1e-13)
+    mean, product = product_of_mean(GradientAndProduct(), batches)
+    assert (mean - product).norm() > 0.1
+
+    (A, B, c), (A2, _, _) = ([part.mean(0) for part in b.train] for b in batches[:2])
+    message = {"x": x, "y": y, "v": v}
+    reply = apart.step(message, Oracle(task.problem), (batches[0], batches[1]))
+    torch.testing.assert_close(reply["q"]["y"], A @ y["y"] - B @ x["x"] - c)
+    torch.testing.assert_close(reply["hv"]["y"], A2 @ v["y"])
+
+
+def test_independent_batches_cost_one_gradient_more_per_product_and_agree_on_full_batches() -> None:
+    task = load_quadratic()
+    together, apart = (
+        run_with(task, Q=0, iterations=1, inner_rounds=3, independent_batches=independent)
+        for independent in (False, True)
+    )
+    torch.testing.assert_close(together.state.x, apart.state.x, rtol=0, atol=1e-13)
+    torch.testing.assert_close(together.state.y, apart.state.y, rtol=0, atol=1e-13)
+    more = apart.fed.ledger.totals()["gradients"] - together.fed.ledger.totals()["gradients"]
+    assert more == 2 * len(TAU)  # t = 1 and 2; at t = N the product is alone
+
+
+@pytest.mark.parametrize(
+    ("upper_steps", "batch_size", "steps"),
+    [("1 epochs", 4, 2), ("2 epochs", 4, 4), ("1 epoch", None, 1), (3, 4, 3)],
+)
+def test_the_upper_round_may_be_counted_in_epochs(
+    upper_steps: Any, batch_size: int | None, steps: int
+) -> None:
+    """Six validation samples and ten for training: an epoch on x in batches of 4 is two steps."""
+    task = load_quadratic(samples=10, noise=0.1)
+    clients = [
+        fb.ClientData(train=client.train, val=tuple(tensor[:6] for tensor in client.val))
+        for client in task.clients
+    ]
+    task = replace(task, clients=clients)
+    method = AggITD(lower_steps=1, upper_steps=upper_steps)
+    ledger = iterate(task, method, 1, environment={"batch_size": batch_size}).fed.ledger
+    assert ledger.phases["upper_round"].gradients == 4 * 2 * (steps - 1)
 
 
 @pytest.mark.parametrize("wrong", ["five epochs", "0 epochs", "5", "", 0, 1.5])

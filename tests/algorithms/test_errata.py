@@ -1,4 +1,4 @@
-"""The claims of docs/errata.md about printed formulas, each typed out with plain tensors."""
+"""The claims of docs/errata.md about printed formulas, typed out with plain tensors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import fedbilevel as fb
 from tests.support.cases import zero_of
+from tests.support.conformance import iterate
 
 EYE = torch.eye(4, dtype=torch.float64)
 
@@ -240,6 +241,72 @@ def test_local_z_is_bounded_only_by_small_steps() -> None:
     assert largest(1.0) <= 2 < largest(2.2)
 
 
+def test_the_step_on_x_is_not_independent_of_the_step_on_y() -> None:
+    """Eq. (30) of SimFBO bounds E<y+ - y*(x), y*(x) - y*(x+)> with the mean of x+ - x.
+
+    Two clients, one per round: g_i = (y - x - c_i)^2 / 2 and f_i = c_i x with c_i = +-1. Then
+    y*(x) = x is linear, so that the second term of the bound is 0, and at y = y*(x), z = 0 the mean
+    of x+ - x is 0, so that the first one is 0, too.
+    """
+    gamma = 0.1
+    x = y = 0.5
+    moves = []
+    products = []
+    for c in (1.0, -1.0):
+        new_y = y - gamma * (y - x - c)
+        new_x = x - gamma * c
+        moves.append(new_x - x)
+        products.append(2 * (new_y - x) * (x - new_x))
+    assert sum(moves) == pytest.approx(0)
+    assert sum(products) / 2 == pytest.approx(2 * gamma**2)
+
+
+def test_redrawn_steps_leave_simfbo_without_one_reweighted_problem() -> None:
+    """Theorem 1 of SimFBO: w_i = p_i tau_i / sum_j p_j tau_j, and Phi~ has these weights.
+
+    Where tau_i is drawn for every round, so are w and Phi~, and their solutions lie apart. Only
+    E[tau_i], and with it the mean of p_i tau_i, is equal for all clients.
+    """
+    task = load_quadratic(clients=2)
+    solutions = {}
+    for tau in itertools.product((1, 2, 3), repeat=2):
+        w = torch.tensor(tau).double() / sum(tau)
+        solutions[tau] = task.x_star(weights=w.tolist())["x"]
+    apart = [(solutions[1, 3] - solutions[tau]).norm() for tau in ((1, 1), (2, 1), (3, 1))]
+    assert min(apart) > 0.1
+    real = task.x_star()["x"]
+    torch.testing.assert_close(solutions[2, 2], real)
+    assert (torch.stack(list(solutions.values())).mean(0) - real).norm() > 0.01
+
+
+def test_shrofbo_solves_the_real_problem_up_to_a_drift_of_the_order_of_eta() -> None:
+    """With fixed unequal tau_i a tenth of the local steps leaves a tenth of the distance."""
+    task = load_quadratic(clients=4, seed=5)
+    server_steps = {"server_lr_x": 0.05, "server_lr_y": 0.4, "server_lr_z": 0.4}
+
+    def distance(eta: float) -> float:
+        method = fb.algorithms.ShroFBO(lr_x=0.3 * eta, lr_y=eta, lr_z=eta, **server_steps)
+        state = iterate(task, method, 250, environment={"local_steps": [1, 2, 3, 5]}).state
+        return float((state.x["x"] - task.x_star()["x"]).norm())
+
+    assert distance(0.05) == pytest.approx(0.04, rel=0.05)
+    assert distance(0.05) / distance(0.005) == pytest.approx(10, rel=0.05)
+
+
+def test_no_coefficient_makes_simfbos_local_step_a_momentum_step() -> None:
+    """Eq. (3) of SimFBO moves along the gradient at the current point, whatever a is.
+
+    The second step of momentum moves along a mixture with the first gradient, which has another
+    direction.
+    """
+    curvature = torch.tensor([1.0, 4.0]).double()
+    y = torch.ones(2).double()
+    first = curvature * y
+    second = curvature * (y - 0.2 * first)
+    momentum = 0.25 * second + 0.75 * first
+    assert abs(cosine(momentum, second)) < 0.9
+
+
 # FedNest's published code
 
 
@@ -250,6 +317,68 @@ def test_an_unsquared_norm_curves_less_and_less_and_not_along_itself() -> None:
         hessian = jacrev(grad(lambda w: 0.05 * w.norm()))(w)
         torch.testing.assert_close(hessian @ w, torch.zeros_like(w), rtol=0, atol=1e-12)
         assert float(torch.linalg.eigvalsh(hessian)[-1]) == pytest.approx(0.05 / size)
+
+
+# ADBO's and FIARSE's published code
+
+
+@pytest.mark.parametrize("K", [1, 5])
+def test_adbos_plane_with_one_more_step_in_a_cuts_off_feasible_points(K: int) -> None:
+    """b and kappa belong to the K-th step of the workers, a to step K + 1.
+
+    g = (y - x)^2 / 2, from y = 0 and without a penalty: y'_K = s_K x with s_K = 1 - (1 - lr)^K, and
+    h = (y - y'_K(x))^2. The tangent of h at x = 1, y = 0 is negative wherever h = 0. With the a of
+    s_{K+1} it is positive beyond some x: the plane excludes points that it should not.
+    """
+    lr = 0.02  # the code's, for hyper-cleaning
+
+    def share(k: int) -> float:
+        return 1 - (1 - lr) ** k
+
+    s = share(K)
+    b = -2 * s
+
+    def value(a: float, x: float) -> float:
+        """The plane where h = 0, at y = y'_K(x)."""
+        kappa = s**2 - a
+        return a * x + b * s * x + kappa
+
+    tangent = 2 * s**2
+    as_coded = 2 * share(K + 1) ** 2
+    assert all(value(tangent, x) < 0 for x in (-3.0, 0.0, 1.5, 3.0))
+    assert value(as_coded, -3.0) < 0 < value(as_coded, 3.0)
+    if K == 1:
+        assert as_coded / tangent == pytest.approx((2 - lr) ** 2)
+
+
+class Threshold(torch.autograd.Function):
+    """A mask of a given dtype with the slope of FIARSE's paper."""
+
+    @staticmethod
+    def forward(ctx: Any, size: Tensor, threshold: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(size, threshold)
+        return (size >= threshold).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Any, None, None]:
+        size, threshold = ctx.saved_tensors
+        kept = size >= threshold
+        return upstream[0] * kept * 2 * threshold / (size + threshold) ** 2, None, None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factors"), [(torch.float64, [1.375, 1.5, 0.0]), (torch.bool, [1.0, 1.0, 0.0])]
+)
+def test_a_boolean_mask_has_no_gradient(dtype: torch.dtype, factors: list[float]) -> None:
+    """FIARSE's code returns the comparison itself, for which PyTorch never runs `backward`.
+
+    What is left is the gradient of a fixed mask.
+    """
+    w = torch.tensor([-0.9, 0.3, 0.2], dtype=torch.float64, requires_grad=True)
+    mask = Threshold.apply(w.abs(), w[1].detach(), dtype)
+    assert mask.requires_grad == (dtype != torch.bool)
+    (gradient,) = torch.autograd.grad((w * mask).sum(), w)
+    torch.testing.assert_close(gradient, torch.tensor(factors).double())
 
 
 # FBO-AggITD
@@ -285,6 +414,43 @@ def test_n_of_the_order_of_kappa_leaves_a_constant_bias(kappa: int) -> None:
     """
     assert (1 - 1 / kappa) ** (2 * kappa) == pytest.approx(math.exp(-2), rel=0.12)
     assert (1 - 1 / kappa) ** (2 * kappa * math.log(1e3)) < 1.1e-6
+
+
+@functools.cache
+def mean_square_gradient_of_aggitd(K: int, floor: bool) -> float:
+    """The mean of |grad f|^2 over K iterations and 200 runs from the solution.
+
+    g = (y - x)^2 / 2 + zeta y with zeta = +-4, f = softplus(y) - 0.3 y, one client, N = 1 and the
+    estimator's expectation over Q; lambda = 1/2 = 1 / L_g and alpha = 1 / (4 sqrt K). beta is at
+    its floor lambda / 10, or 8 alpha.
+    """
+    draws = torch.Generator().manual_seed(0)
+    lam = 0.5
+    alpha = 0.25 / math.sqrt(K)
+    beta = lam / 10 if floor else 8 * alpha
+    x = torch.full((200,), math.log(3 / 7), dtype=torch.float64)
+    y = x
+    total = 0.0
+    for _ in range(K):
+        total += float((x.sigmoid() - 0.3).square().mean())
+        zeta = 8.0 * torch.randint(2, (200,), generator=draws) - 4
+        y_next = y - beta * (y - x + zeta)
+        h = lam * ((1 - lam) * (y.sigmoid() - 0.3) + y_next.sigmoid() - 0.3)
+        x = x - alpha * h
+        y = y_next
+    return total / K
+
+
+def test_the_floor_of_aggitds_lower_step_leaves_a_bias() -> None:
+    """Theorem 1 of AggITD asks for beta >= lambda / 10, and eq. (47) sets beta ~ alpha.
+
+    At K = 1600 both are the same beta. Then the mean square gradient falls as 1 / sqrt(K) with
+    beta ~ alpha, and stalls with the floor: y keeps its variance, and grad f is not linear in y.
+    """
+    start = mean_square_gradient_of_aggitd(1600, floor=True)
+    assert start == mean_square_gradient_of_aggitd(1600, floor=False)
+    assert mean_square_gradient_of_aggitd(12800, floor=True) > 0.8 * start
+    assert mean_square_gradient_of_aggitd(12800, floor=False) < 0.5 * start
 
 
 # RABO and RAFBO
@@ -387,6 +553,25 @@ def test_the_mean_of_local_hypergradients_ends_elsewhere() -> None:
     alike = load_quadratic(heterogeneity=0.0)
     local = mean_of_local_hypergradients(alike, POINTS[0])
     torch.testing.assert_close(local, alike.gradient({"x": POINTS[0]})["x"])
+
+
+def test_with_masks_y_converges_to_the_masked_solution() -> None:
+    """Lemma 4 of RABO has y go to the minimiser of the losses without masks.
+
+    Two equal clients, so that delta_g = 0, without noise; one trains the first coordinate of y, the
+    other the second. y contracts to the solution of eq. (2), (1, 1); the lemma's is (2/3, 2/3).
+    """
+    A = torch.tensor([[1.0, 0.5], [0.5, 1.0]]).double()
+    b = torch.ones(2).double()
+    masks = torch.eye(2).double()
+    lemma = torch.linalg.solve(A, b)
+    masked = torch.linalg.solve(sum(torch.diag(m) @ A @ torch.diag(m) for m in masks), b)
+    torch.testing.assert_close(lemma, torch.full((2,), 2 / 3).double())
+    torch.testing.assert_close(masked, torch.ones(2).double())
+    y = lemma
+    for _ in range(100):
+        y = torch.stack([(m * y - 0.3 * m * (A @ (m * y) - b)).sum() for m in masks])
+    torch.testing.assert_close(y, masked)
 
 
 @pytest.mark.parametrize("s", [0.1, 0.5, 1.0, 4.0])
@@ -503,6 +688,46 @@ def test_a_remembered_gradient_needs_smaller_steps() -> None:
             y -= 0.5 * remembered
     assert y == (1 - 10 * 0.5) ** 3
     assert abs(y) > 1 > 0.5**30
+
+
+@pytest.mark.parametrize(
+    ("beta", "converges"),
+    [
+        (lambda eta, T: 0.1 * eta / T, False),
+        (lambda eta, T: 0.1, True),
+        (lambda eta, T: 5 * eta / 5, True),
+    ],
+    ids=["as in the theorem", "constant", "a_2 eta / K"],
+)
+def test_afbos_lower_step_needs_a_lower_bound(beta: Any, converges: bool) -> None:
+    """Theorem 4.1 of AFBO bounds beta from above only, by a_2 eta / T with T the outer rounds.
+
+    g = (y - x)^2 / 2, f = sqrt(1 + (y - 1)^2): no noise, no delay, the exact inverse, K = 5 and
+    eta = T^-1/2. With such a beta y stays where it was and x leaves for infinity, where grad f is
+    1. With a constant beta, and with a_2 eta / K, the mean square gradient falls as T^-1/2.
+    """
+
+    def slope(u: float) -> float:
+        return (u - 1) / math.hypot(1, u - 1)
+
+    def mean_square_gradient(T: int) -> float:
+        eta = T**-0.5
+        step = beta(eta, T)
+        x = y = 3.0
+        total = 0.0
+        for _ in range(T):
+            total += slope(x) ** 2
+            for _ in range(5):
+                y -= step * (y - x)
+            x -= eta * slope(y)
+        return total / T
+
+    early = mean_square_gradient(1000)
+    late = mean_square_gradient(16000)
+    if converges:
+        assert late / early == pytest.approx(1 / 4, rel=0.05)
+    else:
+        assert 0.9 < early < late < 1
 
 
 def test_afbos_rates_do_not_follow_from_its_theorem() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import FedNest
 from fedbilevel.algorithms.shared import LowerGradient
+from fedbilevel.core.rng import uniform
 from fedbilevel.core.tree import Tree, norm
 from tests.support.cases import neumann
 from tests.support.conformance import iterate
@@ -93,6 +96,37 @@ def test_the_published_code_draws_two_dropout_masks() -> None:
     ours, q = lower_displacement(task, FedNest(**settings))
     coded, q_coded = lower_displacement(task, FedNest(**settings, compat="reference"))
     assert 20 * norm(ours + 4e-3 * q) < norm(coded + 4e-3 * q_coded)
+
+
+def noisy_lower(x: Tree, y: Tree, batch: Any, rng: Tensor) -> Tensor:
+    """A lower level whose curvature 1 + u is drawn, u uniform on [0, 1)."""
+    return 0.5 * (1 + uniform(rng, (), torch.float64)) * (y["y"] - x["x"]).square().sum()
+
+
+def test_the_published_code_has_one_mask_for_all_factors() -> None:
+    """With one curvature h_i per client, p = lr (v + sum_k (1/k) mean_i (1 - lr h_i)^k v)."""
+    one = torch.ones(1, dtype=torch.float64)
+    problem = fb.Problem(
+        upper=lambda x, y, batch: y["y"].sum(), lower=noisy_lower, x={"x": one}, y={"y": one}
+    )
+    data = fb.ClientData((one,), (one,))
+    x, y = problem.start
+    lr = 0.4
+
+    def estimate(steps: int, clients: list[int]) -> float:
+        fed = fb.simulated_federation(problem, [data, data])
+        method = FedNest(neumann_lr=lr, neumann_steps=steps, compat="reference")
+        return float(method.reference_ihgp(x, y, Tree(y=one), clients, fed)["y"])
+
+    def factor(clients: list[int]) -> float:
+        return estimate(1, clients) / lr - 1
+
+    first = factor([0])
+    second = 2 * factor([0, 1]) - first
+    assert 0.2 < min(first, second) < max(first, second) <= 0.6
+    assert abs(first - second) > 1e-3, "two clients draw two masks"
+    expected = lr * (1 + sum((first**k + second**k) / 2 / k for k in range(1, 5)))
+    assert estimate(4, [0, 1]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_local_epochs_pass_over_the_data_once_each() -> None:

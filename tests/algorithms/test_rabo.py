@@ -77,6 +77,58 @@ def test_local_hypergradients_are_biased_and_global_ones_are_not() -> None:
     assert float(norm(r.coverage_mean("dz"))) < 1e-12
 
 
+@pytest.mark.parametrize("curvature", [0.3, 1.0, 4.0])
+def test_the_neumann_sum_keeps_a_part_of_the_inverse_and_conjugate_gradients_all(
+    curvature: float,
+) -> None:
+    """Of the exact inverse of eq. (7), where the lower level is curved alike in all directions."""
+    task = fb.tasks.load("quadratic", clients=1)
+    m = client_means(task)[0]
+    A = curvature * torch.eye(4, dtype=torch.float64)
+    (client,) = task.clients
+    batch = Batch((A[None], *client.train[1:]), client.val)
+    x = Tree(x=torch.linspace(-1, 1, 5, dtype=torch.float64))
+    y = Tree(y=torch.linspace(2, -1, 4, dtype=torch.float64))
+    v = upper_gradient_y(m, x["x"], y["y"])
+
+    def kept(method: RABO) -> float:
+        """Along d2xy g v, the part of the exact indirect term."""
+        h = local_phase(method).own_hypergradient(Oracle(task.problem), x, y, batch)["x"]
+        direct = hypergradient(m, x["x"], y["y"], torch.zeros_like(v))
+        exact = m[1].T @ v / curvature
+        return float((h - direct) @ exact / (exact @ exact))
+
+    default = RABO()
+    expected = 1 - (1 - default.neumann_lr * curvature) ** default.neumann_steps
+    assert kept(default) == pytest.approx(expected, rel=1e-12)
+    if curvature == 1.0:
+        assert expected == pytest.approx(0.41, abs=0.005)
+    assert kept(RABO(solver="cg", neumann_steps=1)) == pytest.approx(1.0, rel=1e-12)
+    assert kept(RAFBO(solver="cg", neumann_steps=1, width=1.0)) == pytest.approx(1.0, rel=1e-9)
+
+
+def test_conjugate_gradients_give_the_hypergradient_of_equation_7() -> None:
+    """In as many steps as y has numbers; the same number of Neumann terms is far from it."""
+    task: Any = fb.tasks.load("quadratic", clients=5, condition=20.0, heterogeneity=1.0, seed=7)
+    x = Tree(x=torch.ones(5, dtype=torch.float64))
+    y = Tree(y=torch.linspace(2, -1, 4, dtype=torch.float64))
+    exact = []
+    for m in client_means(task):
+        p = torch.linalg.solve(m[0], upper_gradient_y(m, x["x"], y["y"]))
+        exact.append(hypergradient(m, x["x"], y["y"], p))
+    expected = torch.stack(exact).mean(0)
+    fed = fb.simulated_federation(task.problem, task.clients)
+
+    def estimate(method: RABO) -> Tensor:
+        return fed.ask(local_phase(method), range(5), x=x, y=y).coverage_mean("h")["x"]
+
+    conjugate = estimate(RABO(solver="cg", neumann_steps=4))
+    torch.testing.assert_close(conjugate, expected, rtol=0, atol=1e-10)
+    by_differences = estimate(RAFBO(solver="cg", neumann_steps=4, width=1.0))
+    torch.testing.assert_close(by_differences, expected, rtol=0, atol=1e-8)
+    assert (estimate(RABO(neumann_lr=1.0, neumann_steps=4)) - expected).norm() > 0.1
+
+
 def test_a_local_hypergradient_runs_the_backbone_once_per_side() -> None:
     problem, batch = embedded_net()
     calls = []
@@ -88,7 +140,7 @@ def test_a_local_hypergradient_runs_the_backbone_once_per_side() -> None:
     oracle = Oracle(dataclasses.replace(problem, embed=counted))
     x, y = problem.start
     phase = local_phase(RABO(neumann_steps=7))
-    phase.local_hypergradient(oracle, x, y, oracle.embed(x, batch))
+    phase.own_hypergradient(oracle, x, y, oracle.embed(x, batch))
     assert len(calls) == 2
 
 
@@ -100,7 +152,7 @@ def test_the_error_of_directional_differences_is_of_second_order_in_their_width(
 
     def estimate(method: RABO) -> Tree:
         oracle = Oracle(problem)
-        return local_phase(method).local_hypergradient(oracle, x, y, oracle.embed(x, batch))
+        return local_phase(method).own_hypergradient(oracle, x, y, oracle.embed(x, batch))
 
     exact = estimate(RABO(**settings))
 
@@ -119,6 +171,8 @@ def test_the_cost_of_a_difference_does_not_depend_on_the_size_of_x(dim_x: int) -
 
 
 ESTIMATES = {
+    "conjugate gradients": ({"solver": "cg"}, 2 * 5 + 4),
+    "fresh batches": ({"hypergradient_batch": "fresh"}, 2 * 5 + 2),
     "directional": ({"estimator": "directional"}, 2 * 5 + 2),
     "response": ({"estimator": "response", "directions": 3}, 1 + 5 * (3 + 1)),
     "printed": ({"estimator": "printed"}, 4),
@@ -172,7 +226,7 @@ def test_the_response_of_the_lower_level_has_the_neumann_sum_as_expectation() ->
 
     def draw(key: Tensor) -> Tensor:
         batch = Batch(client.train, client.val, key)
-        return flatten(local_phase(method).local_hypergradient(Oracle(task.problem), x, y, batch))
+        return flatten(local_phase(method).own_hypergradient(Oracle(task.problem), x, y, batch))
 
     draws = torch.func.vmap(draw)(fold_in(root(1, "response"), torch.arange(400)))
     mean = draws.mean(0)
@@ -237,6 +291,10 @@ REFUSED = {
         {"lower_steps": None},
         "lower_steps is None; with a private lower level",
     ),
+    "samples of other episodes": (
+        {"hypergradient_batch": "fresh"},
+        "hypergradient_batch is 'fresh'; with a private lower level, as here, it must be 'one'",
+    ),
 }
 
 
@@ -250,7 +308,33 @@ def test_settings_without_a_meaning_for_episodes_are_refused(
         fb.solve(problem, task.clients, RABO(**changes), rounds=1)
 
 
-def test_the_global_hypergradient_takes_directional_differences_only() -> None:
-    sentence = "estimator is 'printed'; with hypergradient 'global' it must be"
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"estimator": "printed", "hypergradient": "global"},
+            "estimator is 'printed'; with hypergradient 'global' it must be 'directional'",
+        ),
+        (
+            {"solver": "cg", "hypergradient": "global"},
+            "solver is 'cg'; it must be 'neumann' where hypergradient is 'global'",
+        ),
+        (
+            {"solver": "cg", "estimator": "printed"},
+            "solver is 'cg'; it must be 'neumann' where estimator is 'printed'",
+        ),
+        (
+            {"hypergradient_batch": "fresh", "estimator": "response"},
+            "hypergradient_batch is 'fresh'; it must be 'one' or 'full' where estimator is",
+        ),
+        (
+            {"hypergradient_batch": "fresh", "solver": "cg"},
+            "hypergradient_batch is 'fresh' and solver 'cg'",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(
+    changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
-        RAFBO(estimator="printed", hypergradient="global")
+        RAFBO(**changes)

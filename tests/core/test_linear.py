@@ -15,6 +15,7 @@ from fedbilevel.core.linear import (
     Descent,
     Neumann,
     RandomProduct,
+    conjugate_gradients,
     descend,
     directional,
     neumann_sum,
@@ -344,3 +345,24 @@ def test_memory_does_not_grow_with_steps(solver):
         return live.peak
 
     assert peak_count(4) == peak_count(40) > 4
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_a_fixed_number_of_conjugate_gradient_steps_is_that_of_cg(shapes, steps):
+    system = System(shapes)
+    expected = CG(tolerance=0.0, steps=steps)(system, system.b).value
+    found = conjugate_gradients(system, system.b, steps)
+    torch.testing.assert_close(flatten(found), flatten(expected), rtol=1e-9, atol=1e-9)
+
+
+def test_conjugate_gradients_stay_where_the_system_is_solved_or_not_positive():
+    """Stacked systems: one is solved in a step, one has b = 0, one has negative curvature."""
+    eigenvalues = torch.tensor([[2.0, 2.0], [1.0, 3.0], [-1.0, 1.0]], dtype=torch.float64)
+    b = torch.tensor([[1.0, 4.0], [0.0, 0.0], [2.0, 1.0]], dtype=torch.float64)
+
+    def solve(h, b):
+        return conjugate_gradients(lambda v: v.map(lambda t: h * t), Tree(y=b), steps=6)["y"]
+
+    found = torch.func.vmap(solve)(eigenvalues, b)
+    expected = torch.tensor([[0.5, 2.0], [0.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

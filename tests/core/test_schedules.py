@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbilevel.core.schedules import Cosine, Power
+import fedbilevel as fb
+from fedbilevel.core.schedules import Cosine, Power, theory
 
 size = st.floats(1e-6, 10)
 
@@ -67,3 +68,121 @@ def test_cosine_is_monotone_from_start_to_end(start, end, iterations, t):
 def test_a_wrong_argument_is_refused(build, kind, sentence):
     with pytest.raises(kind, match=f"^{sentence}$"):
         build()
+
+
+# By hand, from the formulas of the theorems.
+RECIPES = {
+    # (38): gamma_x = sqrt(10 / (5 * 2000)) and eta = 1 / (5 sqrt 2000)
+    "simfbo": (
+        {"iterations": 2000, "cohort": 10, "steps": 5, "ratio_y": 3.0, "ratio_z": 2.0},
+        {
+            "server_lr_x": 0.0316227766017,
+            "server_lr_y": 0.0948683298051,
+            "server_lr_z": 0.0632455532034,
+            "lr_x": 0.00447213595500,
+            "lr_y": 0.00447213595500,
+            "lr_z": 0.00447213595500,
+        },
+    ),
+    # (160) to (163): gamma_x = sqrt(10 / (10 * 100)) is x's lower bound, gamma_y,max = 3 gamma_x;
+    # eta = 1 / (10 * 10); with L_1 = 40 eta_x <= 1 / sqrt(2 * 10 * 1600), eta_y <= 1 / sqrt(4 ...)
+    "asfbo": (
+        {"iterations": 100, "cohort": 10, "steps": 10, "ratio_y": 3.0, "smoothness": 40.0},
+        {
+            "server_lr_x_bounds": (0.1, 1.0),
+            "server_lr_y_bounds": (0.03, 0.3),
+            "server_lr_z_bounds": (0.01, 0.1),
+            "lr_x": 0.00559016994375,
+            "lr_y": 0.00395284707521,
+            "lr_z": 0.01,
+        },
+    ),
+    # Theorem 1: lambda = 1 / 4, top = 1 / 24; alpha = min(2 / (24 * 2 * 2), .5 / 10) = 1 / 48,
+    # beta = max(2 / 48 / 2, 1 / 40) = 1 / 40
+    "aggitd": (
+        {"iterations": 100, "inner_rounds": 2, "smoothness": 4.0, "scale": 0.5, "ratio_y": 2.0},
+        {
+            "lr_x": 0.0208333333333,
+            "lr_y": 0.025,
+            "neumann_lr": 0.25,
+            "inner_rounds": 2,
+            "step_scale": "per-client",
+        },
+    ),
+    # Corollary 1: sqrt(4 / 100) and 1 / (20 * 5 * 100)
+    "rabo": (
+        {"iterations": 100, "clients": 20, "coverage": 4, "lower_steps": 5},
+        {"lr_x": 0.2, "lr_y": 0.0001, "lower_steps": 5},
+    ),
+    # Corollary 4.1: sqrt(18 / 5000), 1 / sqrt(5 * 5000), log 5000 = 8.52
+    "afbo": (
+        {"iterations": 5000, "clients": 18, "inner_rounds": 5},
+        {
+            "server_lr_x": 0.06,
+            "server_lr_y": 0.00632455532034,
+            "inner_rounds": 5,
+            "neumann_steps": 9,
+        },
+    ),
+}
+SAME_STEPS = {"shrofbo": "simfbo", "la-asfbo": "asfbo", "rafbo": "rabo"}
+
+
+@pytest.mark.parametrize("method", [*RECIPES, *SAME_STEPS])
+def test_the_steps_of_theorems_are_those_computed_by_hand_and_settings_of_the_method(method):
+    constants, by_hand = RECIPES[SAME_STEPS.get(method, method)]
+    steps = theory(method, **constants)
+    assert steps.keys() == by_hand.keys()
+    for name, value in by_hand.items():
+        if isinstance(value, str):
+            assert steps[name] == value
+        else:
+            assert steps[name] == pytest.approx(value, rel=1e-10)
+    algorithm = fb.algorithms.get(method)(**steps)
+    assert all(getattr(algorithm, name) == value for name, value in steps.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "factor"),
+    [
+        ("simfbo", "lr_x", 2),
+        ("simfbo", "server_lr_x", 2),
+        ("asfbo", "lr_z", 2),
+        ("aggitd", "lr_x", 2),
+        ("aggitd", "lr_y", 1),  # lambda / 10 holds it up, however long the run
+        ("rabo", "lr_x", 2),
+        ("rabo", "lr_y", 4),
+        ("afbo", "server_lr_x", 2),
+        ("afbo", "server_lr_y", 2),
+    ],
+)
+def test_steps_of_theorems_shrink_at_their_rates(method, step, factor):
+    """By this factor in a run of four times as many iterations."""
+    constants, _ = RECIPES[method]
+    short = theory(method, **constants | {"iterations": 1000})
+    long = theory(method, **constants | {"iterations": 4000})
+    assert short[step] == pytest.approx(factor * long[step])
+
+
+def test_afbos_step_is_shorter_for_strongly_convex_problems():
+    constants = {"iterations": 400, "clients": 16, "inner_rounds": 1}
+    assert theory("afbo", **constants)["server_lr_x"] == pytest.approx(0.2)
+    assert theory("afbo", **constants, strongly_convex=True)["server_lr_x"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("constants", "kind", "sentence"),
+    [
+        ({"method": "fednest"}, ValueError, "method is 'fednest'; it must be one of "),
+        ({"method": "rabo", "iterations": 9}, ValueError, "rabo.clients is missing"),
+        ({"method": "simfbo", "rounds": 9}, ValueError, "unknown key 'simfbo.rounds'; allowed are"),
+        (
+            {"method": "afbo", "iterations": 0, "clients": 1, "inner_rounds": 1},
+            ValueError,
+            "afbo.iterations is 0; it must be at least 2",
+        ),
+    ],
+)
+def test_theorems_refuse_constants_that_they_do_not_have(constants, kind, sentence):
+    with pytest.raises(kind, match=f"^{sentence}"):
+        theory(**constants)

@@ -23,7 +23,7 @@ from tests.support.probe import Probe
         LowerRound(lr_y=0.2, lower="sgd", steps="5 epochs", as_coded=True),
         HessianProduct(full=True),
         LocalHypergradientByDifferences(
-            neumann_lr=0.5, neumann_steps=4, estimator="response", directions=2, width=1e-4
+            neumann_lr=0.5, terms=4, estimator="response", directions=2, width=1e-4
         ),
     ],
     ids=lambda phase: phase.name,
@@ -50,9 +50,9 @@ DESCEND = Descend(lr_x=0.1, lr_y=0.1, lr_z=0.1).to_dict()
         ({"phase": "fedbilevel.algorithms.shared.Evaluation"}, "which is not registered here"),
         (
             {**DESCEND, "lr": 0.1},
-            "Descend.lr'; allowed are steps, full, lr_x, lr_y, lr_z, damping, independent_batches",
+            "Descend.lr'; allowed are steps, full, damping, independent_batches, lr_x, lr_y, lr_z",
         ),
-        ({**DESCEND, "draws": 9}, "Descend.draws'; allowed are steps, full, lr_x"),
+        ({**DESCEND, "draws": 9}, "Descend.draws'; allowed are steps, full, damping"),
         ({"phase": DESCEND["phase"], "lr_x": 0.1, "lr_z": 0.1}, "Descend.lr_y is missing"),
         ({**DESCEND, "lr_x": "0.1"}, "lr_x is '0.1'; it must be a number"),
         ({**DESCEND, "lr_x": None}, "lr_x is None; it must be a number"),

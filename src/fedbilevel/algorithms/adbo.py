@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import Evaluation
+from fedbilevel.algorithms.shared import UpperGradients
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
@@ -27,6 +27,8 @@ class ClientCopy(TypedDict):
     Attributes:
         x: The client's copy x_i.
         y: The client's copy y_i.
+        known_y: The y_i of its last reply that the server has used: y, or with
+            `compat="reference"` the one before, from a plane to the client's next reply.
         theta: The multiplier theta_i of x_i = x.
         b: The client's part b_il of the planes l, stacked along axis 0.
         lam_b: sum_l lambda_l b_il, as it was when the client got its task.
@@ -36,6 +38,7 @@ class ClientCopy(TypedDict):
 
     x: Tree
     y: Tree
+    known_y: Tree
     theta: Tree
     b: Tree
     lam_b: NotRequired[Tree]
@@ -67,20 +70,6 @@ class State(NamedTuple):
     clients: list[ClientCopy]
     idle: list[int]
     t: int = 0
-
-
-class UpperGradients(Evaluation):
-    """grad_x f_i and grad_y f_i at the client's copies."""
-
-    name = "gradients"
-    batch = "val"
-    summed = False
-    reply: ClassVar = {"gx": "x", "gy": "y"}
-
-    def step(self, m: dict[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
-        """Evaluate both gradients from one pass."""
-        gx, gy = oracle.upper_gradients(m["x"], m["y"], batch)
-        return {"gx": gx, "gy": gy}
 
 
 class LowerResponseStep(Phase):
@@ -119,15 +108,25 @@ class LowerResponseStep(Phase):
 
 
 class PlaneGradient(LowerResponseStep):
-    """The last step of y'_i, and a_i = d/dx ||y_i - y'_i(x)||^2, backwards through all steps."""
+    """The last step of y'_i, and a_i = d/dx ||y_i - y'_i(x)||^2, backwards through all steps.
+
+    y_i is the start of the path, unless the message has another as `known_y`.
+    """
 
     name = "cut"
     reply: ClassVar = {"y": "y", "a": "x"}
 
+    def start(self, m: Message) -> Any:
+        """Start as `LowerResponseStep`, with y_i besides."""
+        carry = super().start(m)
+        path = carry[-1]
+        return *carry, getattr(m, "known_y", path[0])
+
     def step(self, c: Any, oracle: Oracle, batch: Batch) -> Any:
         """Take the step, and differentiate."""
-        x, path = super().step(c, oracle, batch)
-        r = path[0] - path[-1]
+        *carry, y_i = c
+        x, path = super().step(carry, oracle, batch)
+        r = y_i - path[-1]
         a = zeros_like(x)
         for point in reversed(path[:-1]):
             cross, hessian = oracle.products(x, point, r, batch)
@@ -187,12 +186,19 @@ class SDBO(Algorithm):
 
     Departures: this follows the published code, not the paper (recalled, not read: there planes
     end, h <= eps, and c1 and c2 decrease). Of the code's two workers it is the one for IJCNN1,
-    which differentiates through all its steps; y' counts as constant in a. Corrected: a, b and c
-    come from the same K steps (in the code a from one more); theta_i starts at 0 (there at x).
+    which differentiates through all its steps; y' counts as constant in a. Defaults are the code's
+    for hyper-cleaning. Corrected, unless `compat` is "reference":
+
+    - a, b and c come from the same K steps (in the code a from one more, for which clients are
+      asked once more).
+    - theta_i starts at 0 (there at x).
+    - A plane is put down at the y_i that its steps start from. (There clients take one more step
+      before a plane, and the y'_i start from its y_i; but the plane, and lambda until a client's
+      next reply, have the y_i of the reply before.)
+
     Ours: the server keeps the copies and takes the clients' steps, so that a task is p + d numbers
     down and up, for p numbers in x and d in y (there p + |P| down, |P| the number of planes, p + d
-    up, and |P| d down with a plane); the weights w_i (there 1). Defaults are the code's for
-    hyper-cleaning.
+    up, and |P| d down with a plane); the weights w_i (there 1).
 
     References:
         Jiao, Yang, Wu, Song and Jian, "Asynchronous Distributed Bilevel Optimization", ICLR 2023.
@@ -212,6 +218,7 @@ class SDBO(Algorithm):
         plane_every: Iterations between two planes.
         plane_steps: The number K of steps that make a plane.
         prune_below: Planes with a smaller multiplier are dropped when a plane is added.
+        compat: "reference" for what the published code does, or None.
 
     Examples:
         The first iteration has a second round, which adds the first plane:
@@ -238,6 +245,12 @@ class SDBO(Algorithm):
     plane_every: Count = 50
     plane_steps: Count = 1
     prune_below: NonNegative = 1e-10
+    compat: Literal["reference"] | None = None
+
+    @property
+    def as_coded(self) -> bool:
+        """Whether to do as the published code does."""
+        return self.compat == "reference"
 
     def init(self, problem: Problem) -> State:
         """Start at the problem's x and y, without planes."""
@@ -254,7 +267,7 @@ class SDBO(Algorithm):
         x = fed.problem.project(s.x - self.server_lr_x * (_combine(s.lam, s.a) - theta))
         y = s.y - self.server_lr_y * _combine(s.lam, s.c)
         of_clients = sum(
-            client["weight"] * _products(client["b"], client["y"]) for client in s.clients
+            client["weight"] * _products(client["b"], client["known_y"]) for client in s.clients
         )
         planes = _products(s.a, x) + of_clients + _products(s.c, y) + s.kappa
         lam = (s.lam + self.lr_dual_planes * (planes - self.c1 * s.lam)).clamp(min=0)
@@ -270,7 +283,8 @@ class SDBO(Algorithm):
         copy: ClientCopy = {
             "x": s.x,
             "y": s.y,
-            "theta": zeros_like(s.x),
+            "known_y": s.y,
+            "theta": s.x if self.as_coded else zeros_like(s.x),
             "b": _no_rows(s.y),
             "weight": 1.0,
             "last_heard": -1,
@@ -295,6 +309,7 @@ class SDBO(Algorithm):
             clients[reply.client] = client | {
                 "x": x,
                 "y": y,
+                "known_y": y,
                 "weight": reply.weight,
                 "last_heard": s.t,
             }
@@ -314,14 +329,14 @@ class SDBO(Algorithm):
 
         Clients whose replies are lost on the way are left out of the new plane.
         """
-        r, y = self.lower_response(s, fed)
-        b_of = {q.client: 2 * (s.clients[q.client]["y"] - q.values["y"]) for q in r}
-        a = len(r) * r.mean("a")
+        s = self.finish_steps(s, fed)
+        responses, a, y = self.lower_response(s, fed)
+        b_of = {j: 2 * (s.clients[j]["known_y"] - y_j) for j, y_j in responses.items()}
         b = [b_of.get(j, zeros_like(s.y)) for j in range(len(fed))]
         c = 2 * (s.y - y)
         # kappa makes the plane's value here equal to h = (sum_i w_i ||b_i||^2 + ||c||^2) / 4.
         of_clients = sum(
-            client["weight"] * dot(b_i, client["y"] - b_i / 4)
+            client["weight"] * dot(b_i, client["known_y"] - b_i / 4)
             for client, b_i in zip(s.clients, b, strict=True)
         )
         kappa = -dot(a, s.x) - of_clients - dot(c, s.y - c / 4)
@@ -341,16 +356,29 @@ class SDBO(Algorithm):
             ],
         )
 
-    def lower_response(self, s: State, fed: Federation) -> tuple[Replies, Tree]:
-        """Take the K steps of y'_i and y'; return the last replies (y'_i and a_i), and y'."""
+    def finish_steps(self, s: State, fed: Federation) -> State:
+        """Return the state that a plane is added to: as it is, or after one more step."""
+        if not self.as_coded:
+            return s
+        return _with_known(self.exchange(s, fed), s.clients)
+
+    def lower_response(self, s: State, fed: Federation) -> tuple[dict[int, Tree], Tree, Tree]:
+        """Take the K steps of y'_i and y'; return the y'_i, a, and y'."""
         y = s.y
         asked = list(range(len(fed)))
         phis = [zeros_like(s.y) for _ in asked]
+        kinds = [LowerResponseStep] * self.plane_steps
+        if not self.as_coded:
+            kinds.pop()  # the last step comes with a
         message: dict[str, Any] = {"x": s.x, "each": [{"y_i": client["y"]} for client in s.clients]}
-        for kind in [LowerResponseStep] * (self.plane_steps - 1) + [PlaneGradient]:
+        responses = {}
+        for kind in [*kinds, PlaneGradient]:
             r = fed.ask(kind(lr_y=self.lr_y, penalty=self.penalty), asked, y=y, **message)
             asked = [reply.client for reply in r]
-            gaps = {reply.client: reply.values["y"] - y for reply in r}
+            if self.as_coded and kind is PlaneGradient:
+                break  # a is of one step more than the y'_i
+            responses = {reply.client: reply.values["y"] for reply in r}
+            gaps = {j: y_j - y for j, y_j in responses.items()}
             y = y + self.server_lr_y * _sum(
                 reply.weight * (phis[reply.client] + self.penalty * gaps[reply.client])
                 for reply in r
@@ -358,7 +386,10 @@ class SDBO(Algorithm):
             for j in asked:
                 phis[j] = phis[j] + self.lr_y * gaps[j]
             message = {"each": [{"phi": phis[j]} for j in asked]}
-        return r, y
+            if self.as_coded:
+                for j, own in zip(asked, message["each"], strict=True):
+                    own["known_y"] = s.clients[j]["known_y"]
+        return {j: responses[j] for j in asked}, len(r) * r.mean("a"), y
 
 
 @register("adbo")
@@ -375,8 +406,9 @@ class ADBO(SDBO):
     wait for, and one with a new plane, for the replies under way.
 
     Departures: those of `SDBO`. Corrected: replies under way when a plane is due are taken in
-    first, so that the plane is the tangent at the y_i of that moment (in the published code at
-    those of the reply before).
+    first, so that the plane is the tangent at the y_i of that moment (in the published code, and
+    with `compat="reference"`, at those of the replies before, also of the clients that wait for a
+    task: they get one before the plane).
 
     References:
         Jiao, Yang, Wu, Song and Jian, "Asynchronous Distributed Bilevel Optimization", ICLR 2023.
@@ -394,6 +426,7 @@ class ADBO(SDBO):
         plane_every: Iterations between two planes.
         plane_steps: The number K of steps that make a plane.
         prune_below: Planes with a smaller multiplier are dropped when a plane is added.
+        compat: "reference" for what the published code does, or None.
         max_delay: How many iterations old a client's last reply may become.
 
     Examples:
@@ -422,12 +455,19 @@ class ADBO(SDBO):
         """Return how many iterations ago the client that was heard least recently has answered."""
         return s.t - min(client["last_heard"] for client in s.clients)
 
-    def add_plane(self, s: State, fed: Federation) -> State:
-        """Wait for the replies under way, and add a plane as `SDBO` does."""
+    def finish_steps(self, s: State, fed: Federation) -> State:
+        """Wait for the replies under way; as coded, idle clients get a task before."""
+        before = s.clients
+        if self.as_coded:
+            s, tasks = _tasks_of_idle(s)
+            fed.post(UpperGradients(), s.idle, each=tasks)
+            s = s._replace(idle=[])
         busy = len(fed) - len(s.idle)
         if busy:
             s = self.step_copies(s, fed.collect(busy), fed)
-        return super().add_plane(s, fed)
+        if self.as_coded:
+            s = _with_known(s, before)
+        return s
 
 
 def _tasks_of_idle(s: State) -> tuple[State, list[dict[str, Tree]]]:
@@ -439,6 +479,16 @@ def _tasks_of_idle(s: State) -> tuple[State, list[dict[str, Tree]]]:
         clients[j] = client | {"lam_b": _combine(s.lam, client["b"])}
         tasks.append({"x": client["x"], "y": client["y"]})
     return s._replace(clients=clients), tasks
+
+
+def _with_known(s: State, before: Iterable[ClientCopy]) -> State:
+    """Return the state with the `known_y` of these earlier copies."""
+    clients = []
+    for client, earlier in zip(s.clients, before, strict=True):
+        known = client.copy()
+        known["known_y"] = earlier["known_y"]
+        clients.append(known)
+    return s._replace(clients=clients)
 
 
 def _no_rows(like: Tree) -> Tree:

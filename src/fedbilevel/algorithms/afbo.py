@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import HessianProduct, Hypergradient, UpperGradientY
+from fedbilevel.algorithms.shared import CrossProduct, HessianProduct, UpperGradients
 from fedbilevel.algorithms.simfbo import DescendMean
 from fedbilevel.core.linear import neumann_sum, random_product
 from fedbilevel.core.oracle import Oracle
@@ -20,7 +20,7 @@ from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, NonNegative, Positive
 from fedbilevel.core.tree import Tree, project, zeros_like
-from fedbilevel.federation import Federation, Replies
+from fedbilevel.federation import Federation, Reply
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
@@ -62,7 +62,7 @@ class LatestReplies(NamedTuple):
         ages = [iteration - asked for asked, _ in self.replies.values()]
         return sum(ages) / len(ages)
 
-    def with_replies(self, replies: Replies, iteration: int) -> LatestReplies:
+    def with_replies(self, replies: Iterable[Reply], iteration: int) -> LatestReplies:
         """Return the memory with each of these replies in place of its client's last one."""
         sums = dict(self.sums)
         weight = self.weight
@@ -79,7 +79,7 @@ class LatestReplies(NamedTuple):
             latest[reply.client] = (iteration - reply.staleness, new)
         return LatestReplies(sums, weight, latest)
 
-    def with_differences(self, replies: Replies) -> tuple[LatestReplies, int]:
+    def with_differences(self, replies: Iterable[Reply]) -> tuple[LatestReplies, int]:
         """Return the memory after replies that are differences, and how often the sums restarted.
 
         They restart when a client has lost its memory: its part of the sums is unknown to everyone.
@@ -127,6 +127,61 @@ def _add_scaled(sums: dict[str, Tree], weight: float, change: Trees) -> None:
             sums[name] = weight * value
 
 
+def collect_within(fed: Federation, max_delay: int | None) -> tuple[list[Reply], list[int]]:
+    """Collect the next replies, and wait for those that `max_delay` allows no later.
+
+    Args:
+        fed: The federation, with tasks in flight.
+        max_delay: A task that was posted in iteration t is answered in iteration
+            t + max_delay - 1 at the latest; None waits for nobody.
+
+    Returns:
+        The replies, as many as the environment's participation and those waited for, and the
+        clients that can be given a new task.
+    """
+    r = fed.collect()
+    replies = list(r)
+    idle = list(r.idle)
+    while max_delay is not None and _longest_flight(fed) >= max_delay - 1:
+        r = fed.collect(1)
+        replies += r
+        idle += r.idle
+    return replies, idle
+
+
+def _longest_flight(fed: Federation) -> int:
+    """Return how many iterations ago the oldest task in flight was posted, -1 if there is none."""
+    posted = [task.broadcast.iteration for task in fed.in_flight.values()]
+    return fed.iteration - min(posted, default=fed.iteration + 1)
+
+
+class OuterReply(TypedDict):
+    """What the server keeps of a client for the steps on x with APHE.
+
+    Attributes:
+        iteration: The step on x for which the client was last heard.
+        weight: n p_i.
+        x: The server's x of that step.
+        y: The server's y of that step.
+        v: grad_y f_i at this point.
+        h: The client's hypergradient H_i of that step.
+    """
+
+    iteration: int
+    weight: float
+    x: Tree
+    y: Tree
+    v: Tree
+    h: Tree
+
+
+def _mean(outer: Mapping[int, OuterReply], name: Literal["v", "h"]) -> Tree:
+    """Return the weighted mean of a value over the clients heard so far."""
+    weight = sum(reply["weight"] for reply in outer.values())
+    total = [reply["weight"] * reply[name] for reply in outer.values()]
+    return sum(total[1:], start=total[0]) / weight
+
+
 class State(NamedTuple):
     """The server's x, y and z, and what an asynchronous server keeps of its clients.
 
@@ -135,6 +190,8 @@ class State(NamedTuple):
         idle: The clients that wait for a task.
         inner: The number of iterations since x moved.
         begun: Whether the first tasks have been posted.
+        arrived: The clients heard since x moved; used by APHE.
+        outer: What each client replied for its last step on x; used by APHE.
     """
 
     x: Tree
@@ -144,6 +201,8 @@ class State(NamedTuple):
     idle: Sequence[int] = ()
     inner: int = 0
     begun: bool = False
+    arrived: Sequence[int] = ()
+    outer: Mapping[int, OuterReply] = {}
 
 
 class MeanDirections(DescendMean):
@@ -272,13 +331,15 @@ class AFBO(Algorithm):
     """AFBO: asynchronous; the server moves along the last replies of all clients, however old.
 
     Choose it where clients are slow, late or lost: no iteration waits for a straggler, and because
-    every client counts once, whatever its speed, the fixed point is still the solution of the
-    problem. Without delays and with everyone in every iteration it is `ShroFBO`, but for the factor
-    rho. `UniFBO` with `barrier=False` has adaptive steps and the same memory; `AFL` has the same
-    memory and local hypergradients, which are biased; `ADBO` waits for everyone at each new plane.
+    every client counts once, whatever its speed, the fixed point is the solution of the problem, up
+    to the drift of local steps, which is of the order of lr_x, lr_y and lr_z. Without delays and
+    with everyone in every iteration it is `ShroFBO`, but for the factor rho. `UniFBO` with
+    `barrier=False` has adaptive steps and the same memory; `AFL` has the same memory and local
+    hypergradients, which are biased; `ADBO` waits for everyone at each new plane.
 
-    Client i works on the last x, y and z it was sent: it takes E_i local steps (the environment's)
-    and sends the means h_i of `SimFBO`'s directions
+    The default is our linear-system variant, not the printed APHE. Client i works on the last x, y
+    and z it was sent: it takes E_i local steps (the environment's) and sends the means h_i of
+    `SimFBO`'s directions
 
         d_y = grad_y g_i,   d_z = d2yy g_i z - grad_y f_i,   d_x = grad_x f_i - d2xy g_i z.
 
@@ -288,26 +349,34 @@ class AFBO(Algorithm):
         y <- y - server_lr_y h_y,   z <- P_r(z - server_lr_z h_z),   x <- x - server_lr_x h_x,
 
     x only in every K-th iteration, K = `inner_rounds`, and the clients that answered get the new
-    point. This is `hypergradient="linear-system"`, our default. The paper's estimator APHE, at the
-    other values, asks all clients for products with the mean Hessian H: with v = mean grad_y f_i,
-    lambda = `neumann_lr`, U = `neumann_steps` and m clients,
+    point. This is `hypergradient="linear-system"`.
 
+    The other values are Algorithms 1 and 2 of the paper. Clients send means of grad_y g_i only, and
+    after K iterations on y the server asks for the hypergradient. For the clients A that have
+    arrived since x moved let (x_j, y_j) be the server's point (x, y); the others keep that of the
+    step on x for which they were last heard. With H and J the means of d2yy g_j and d2xy g_j at
+    (x_j, y_j), v that of grad_y f_j there, lambda = `neumann_lr`, U = `neumann_steps` and m
+    clients,
+
+        "printed":            p = lambda m (I - lambda H)^m v,   which tends to 0 as m grows
         "neumann":            p = lambda sum_{u < U} (I - lambda H)^u v
         "random-truncation":  p = lambda U (I - lambda H)^U' v,   U' uniform on {0 .. U-1}
-        "printed":            p = lambda m (I - lambda H)^m v,   which tends to 0 as m grows
 
-    and x moves along mean (grad_x f_i - d2xy g_i p) after K iterations on y alone.
+        H_i <- grad_x f_i(x, y) - J p for i in A,   x <- x - server_lr_x mean over all i of H_i.
 
     Cost per iteration: one round. "linear-system": 3 gradients per client and local step; x, y and
     z go down, three directions of the same sizes come up (with `memory="client"` also two
     integers). APHE: 1 gradient per local step; x and y go down, one direction like y comes up; in
-    every K-th iteration also a round for v, one per product and one for the hypergradient, each a
-    barrier over all clients, of 1, 2 and 3 gradients.
+    every K-th iteration also a round over A for both gradients of f_i (1 gradient), one per product
+    (2) and one for J p (2), which are barriers over all clients. A further round for each reply
+    that `max_delay` makes it wait for.
 
-    Departures from print: "linear-system" is ours; the printed estimator keeps at most 36% of the
-    indirect term at m = 18. Local steps on y are plain gradient steps (none are printed). Means go
-    over the clients heard so far. p is computed at the current point, where print has each client's
-    last one. `memory="client"` and `delay_aware` are ours. See docs/errata.md.
+    Departures from print: "linear-system", "neumann" and "random-truncation" are ours; the printed
+    p keeps at most 36% of the indirect term at m = 18. Local steps on y are plain gradient steps
+    (none are printed). Means go over the clients heard so far. A fresh reply has delay 0 (print: 1)
+    and APHE has y^(t,K) (line 12: y^(t,K-1)). Clients compute APHE's products at their old points
+    for the server, which in print seems to hold their Hessians. `memory="client"` and `delay_aware`
+    are ours. See docs/errata.md.
 
     References:
         Li, Zhu, Gong, Mao and Zhou, "Anarchic Federated Bilevel Optimization": Algorithms 1 and 2.
@@ -322,8 +391,8 @@ class AFBO(Algorithm):
         radius: Radius of the ball that the server's z is projected onto.
         damping: Multiple of the identity that is added to the Hessian of z's system.
         inner_rounds: The number K of iterations between two steps on x.
-        hypergradient: "linear-system", or the estimator of APHE: "neumann", "random-truncation" or
-            "printed".
+        hypergradient: "linear-system", or APHE with the p of "printed", "neumann" or
+            "random-truncation".
         neumann_lr: The step lambda of APHE.
         neumann_steps: The number U of terms of APHE.
         memory: Who keeps the last reply of each client: "server"; or "client", where clients send
@@ -334,6 +403,9 @@ class AFBO(Algorithm):
             paper's simulation appears to.
         delay_aware: Divide the server's steps by 1 + the mean age of the replies in the sums, in
             iterations. The paper asks for smaller steps under longer delays and gives no rule.
+        max_delay: The iterations within which a client must answer (Assumption 4.6): an iteration
+            waits for the clients whose tasks were posted `max_delay` - 1 iterations before it. 1 is
+            a barrier; None waits for nobody.
 
     Examples:
         Two of six clients are five times slower, and an iteration waits for two replies:
@@ -377,6 +449,7 @@ class AFBO(Algorithm):
     memory: Literal["server", "client"] = "server"
     aphe: Literal["clients", "server"] = "clients"
     delay_aware: bool = False
+    max_delay: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -395,13 +468,13 @@ class AFBO(Algorithm):
         """Post tasks to idle clients, collect the next replies, and move along all last replies."""
         latest = LatestReplies(*s.latest)
         self.post_tasks(s, latest, fed)
-        r = fed.collect()
+        replies, idle = collect_within(fed, self.max_delay)
         if self.memory == "server":
-            latest = latest.with_replies(r, fed.iteration)
+            latest = latest.with_replies(replies, fed.iteration)
         else:
-            latest, restarts = latest.with_differences(r)
+            latest, restarts = latest.with_differences(replies)
             fed.record(restarts=restarts)
-        s = s._replace(latest=latest.as_tuple(), idle=r.idle, inner=s.inner + 1, begun=True)
+        s = s._replace(latest=latest.as_tuple(), idle=idle, inner=s.inner + 1, begun=True)
         if not latest.weight:
             return s  # no reply has been accepted yet
         scale = 1.0
@@ -411,12 +484,17 @@ class AFBO(Algorithm):
         if self.hypergradient == "linear-system":
             z = s.z - scale * self.server_lr_z * latest.mean("hz", s.z)
             s = s._replace(z=project(z, self.radius))
+        else:
+            heard = {*s.arrived, *(reply.client for reply in replies)}
+            s = s._replace(arrived=sorted(heard))
         if s.inner < self.inner_rounds:
             return s
         if self.hypergradient == "linear-system":
             h = latest.mean("hx", s.x)
         else:
-            h = self.estimate_hypergradient(s, fed)
+            outer = self.outer_replies(s, fed)
+            s = s._replace(arrived=(), outer=outer)
+            h = _mean(outer, "h")
         return s._replace(x=fed.problem.project(s.x - scale * self.server_lr_x * h), inner=0)
 
     def post_tasks(self, s: State, latest: LatestReplies, fed: Federation) -> None:
@@ -435,27 +513,49 @@ class AFBO(Algorithm):
         """Return a phase of this kind at this iteration's step sizes."""
         return kind(lr_x=self.lr_x, lr_y=self.lr_y, lr_z=self.lr_z, damping=self.damping)
 
-    def estimate_hypergradient(self, s: State, fed: Federation) -> Tree:
-        """Return APHE's grad_x F - d2xy G p; every mean in it is a barrier over all clients."""
-        everyone = range(len(fed))
+    def outer_replies(self, s: State, fed: Federation) -> dict[int, OuterReply]:
+        """Run APHE for the clients that have arrived; return the last outer replies of all."""
+        outer = dict(s.outer)
+        if not s.arrived:
+            return outer
         lam = self.neumann_lr
         U = self.neumann_steps
+        m = len(fed)
         costs: AbstractContextManager[None] = nullcontext()
         if self.aphe == "server":
             costs = fed.uncharged("aphe is 'server'")
-
-        def product(v: Tree) -> Tree:
-            return fed.ask(HessianProduct(), everyone, x=s.x, y=s.y, v=v).mean("hv")  # type: ignore[no-any-return]
-
         with costs:
-            v = fed.ask(UpperGradientY(), everyone, x=s.x, y=s.y).mean("v")
+            arrived = fed.ask(UpperGradients(), s.arrived, x=s.x, y=s.y)
+            for reply in arrived:
+                outer[reply.client] = {
+                    "iteration": fed.iteration,
+                    "weight": reply.weight,
+                    "x": s.x,
+                    "y": s.y,
+                    "v": reply.values["gy"],
+                    "h": reply.values["gx"],  # J p is still to be subtracted
+                }
+            points = [{"x": reply["x"], "y": reply["y"]} for reply in outer.values()]
+            heard = list(outer)
+
+            def product(v: Tree) -> Tree:
+                return fed.ask(HessianProduct(), heard, each=points, v=v).coverage_mean("hv")
+
+            v = _mean(outer, "v")
             if self.hypergradient == "neumann":
                 p = neumann_sum(product, v, U, lam)
             elif self.hypergradient == "random-truncation":
                 p = random_product(product, v, U, lam, fed.draw(U))
             else:
-                p = random_product(product, v, len(fed), lam, len(fed))
-            return fed.ask(Hypergradient(), everyone, x=s.x, y=s.y, p=p).mean("h")  # type: ignore[no-any-return]
+                p = random_product(product, v, m, lam, m)
+            indirect = fed.ask(CrossProduct(), heard, each=points, v=p).coverage_mean("jv")
+        for reply in arrived:
+            renewed = outer[reply.client].copy()
+            renewed["h"] = renewed["h"] - indirect
+            outer[reply.client] = renewed
+        ages = [fed.iteration - reply["iteration"] for reply in outer.values()]
+        fed.record(outer_age=sum(ages) / len(ages), max_outer_age=max(ages))
+        return outer
 
     def check(self, problem: Problem, environment: Environment) -> None:
         """Check as any algorithm, and that no stage changes replies that clients remember."""

@@ -8,17 +8,17 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms.afbo import NO_REPLIES, LatestReplies, LatestTuple
+from fedbilevel.algorithms.afbo import NO_REPLIES, LatestReplies, LatestTuple, collect_within
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import neumann_hypergradient
+from fedbilevel.algorithms.shared import HypergradientBatch, OwnHypergradient
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree, zeros_like
 from fedbilevel.federation import Federation
-from fedbilevel.federation.phase import Message, Number, Phase, Steps
+from fedbilevel.federation.phase import Message, Number, StepBatch, Steps
 
 
 class State(NamedTuple):
@@ -47,7 +47,7 @@ class Local(NamedTuple):
     steps: Tensor
 
 
-class MeanLocalDirections(Phase):
+class MeanLocalDirections(OwnHypergradient):
     """K_i local steps on x and y; replies with the means of the directions."""
 
     name = "work"
@@ -57,17 +57,15 @@ class MeanLocalDirections(Phase):
     steps: Steps = "local"
     lr_x: Number
     lr_y: Number
-    neumann_lr: Positive
-    neumann_steps: Count
 
     def start(self, m: Message) -> Local:
         """Start at the server's x and y, with sums that are 0."""
         return Local(m.x, m.y, zeros_like(m.x), zeros_like(m.y), m.steps)
 
-    def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
+    def step(self, c: Local, oracle: Oracle, batches: StepBatch) -> Local:
         """Move both copies, and add their directions to the sums."""
-        terms = self.neumann_steps + 1
-        d_x = neumann_hypergradient(oracle, c.x, c.y, batch, terms, self.neumann_lr)
+        batch, fresh = self.split(batches)
+        d_x = self.own_hypergradient(oracle, c.x, c.y, batch, fresh)
         d_y = oracle.lower_gradient_y(c.x, c.y, batch)
         return Local(
             x=oracle.project_x(c.x - self.lr_x * d_x),
@@ -107,11 +105,14 @@ class AFL(Algorithm):
     that have just arrived (`variant="cd"`, AFA-CD).
 
     Cost per iteration: one round; 2 N + 5 gradients per client and local step; x and y go down, two
-    directions of the same sizes come up.
+    directions of the same sizes come up. A further round for each reply that `max_delay` makes it
+    wait for.
 
     Departures from print (recalled, not read: the paper was not at hand): h_i is the mean
     direction, so that server steps do not depend on local ones; means go over the clients heard so
-    far.
+    far. By default one mini-batch serves the whole estimate of d_x, so that its factors are
+    dependent and its mean over batches is biased, also on equal clients; `hypergradient_batch` has
+    the alternatives.
 
     References:
         Yang, Zhang, Khanduri and Liu, "Anarchic Federated Learning", ICML 2022. The bilevel form:
@@ -126,6 +127,11 @@ class AFL(Algorithm):
         neumann_steps: The number N of its Hessian products; it has N + 1 terms.
         variant: "cs", the mean over the last replies of all clients; or "cd", the mean over the
             replies that have just arrived.
+        hypergradient_batch: "one", one mini-batch for d_y, grad_y f_i, all Hessian products and the
+            cross product; "fresh", one more for each Hessian product; or "full", all samples of the
+            client for both directions.
+        max_delay: The iterations within which a client must answer, as in `AFBO`; None waits for
+            nobody.
 
     Examples:
         >>> import fedbilevel as fb
@@ -147,6 +153,8 @@ class AFL(Algorithm):
     neumann_lr: Positive = 0.1
     neumann_steps: Count = 5
     variant: Literal["cs", "cd"] = "cs"
+    hypergradient_batch: HypergradientBatch = "one"
+    max_delay: Count | None = None
 
     def init(self, problem: Problem) -> State:
         """Start at the problem's x and y, without replies."""
@@ -156,9 +164,9 @@ class AFL(Algorithm):
         """Post tasks to idle clients, collect the next replies, and move along their mean."""
         idle = s.idle if s.begun else range(len(fed))
         fed.post(self.mean_directions(), idle, x=s.x, y=s.y)
-        r = fed.collect()
-        latest = LatestReplies(*s.latest).with_replies(r, fed.iteration)
-        s = s._replace(idle=r.idle, begun=True)
+        replies, idle = collect_within(fed, self.max_delay)
+        latest = LatestReplies(*s.latest).with_replies(replies, fed.iteration)
+        s = s._replace(idle=idle, begun=True)
         if self.variant == "cs":
             s = s._replace(latest=latest.as_tuple())
         if not latest.weight:
@@ -173,5 +181,7 @@ class AFL(Algorithm):
             lr_x=self.lr_x,
             lr_y=self.lr_y,
             neumann_lr=self.neumann_lr,
-            neumann_steps=self.neumann_steps,
+            terms=self.neumann_steps + 1,
+            fresh=self.hypergradient_batch == "fresh",
+            full=self.hypergradient_batch == "full",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
@@ -48,16 +48,32 @@ class GradientAndStart(Evaluation):
 
 
 class GradientAndProduct(Evaluation):
-    """q_i = grad_y g_i and, at t > Q, d2yy g_i v (lines 4 and 6), from one pass."""
+    """q_i = grad_y g_i and, at t > Q, d2yy g_i v (lines 4 and 6): from one pass on one batch.
+
+    Args:
+        independent_batches: Whether each of the two has a batch of its own.
+    """
 
     name = "gradient_and_product"
     fixed_x = True
     batch = "train"
     reply: ClassVar = {"q": "y", "hv": "y"}
 
-    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+    independent_batches: bool = False
+
+    @property
+    def draws(self) -> int:
+        """One batch, or one for q_i and one for the product."""
+        return 2 if self.independent_batches else 1
+
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Any) -> dict[str, Tree]:
         """Evaluate q_i and the product."""
-        q, hv = oracle.lower_gradient_and_product(m["x"], m["y"], m["v"], batch)
+        if self.independent_batches:
+            for_q, for_product = batch
+            q = oracle.lower_gradient_y(m["x"], m["y"], for_q)
+            hv = oracle.hessian_product(m["x"], m["y"], m["v"], for_product)
+        else:
+            q, hv = oracle.lower_gradient_and_product(m["x"], m["y"], m["v"], batch)
         return {"q": q, "hv": hv}
 
 
@@ -82,16 +98,23 @@ class AggITD(Algorithm):
     `UpperRound` in `shared`. All factors come from one cohort: with partial participation p is
     biased.
 
-    Cost per iteration: 2N + 3 rounds. Gradients per client: 1 or 2 for each q (2 from t = Q on), 2
-    (tau - 1) for each lower round of tau steps (tau with `lower="sgd"`), 1 or 2 at t = N, 3 for h,
-    and 2 (tau - 1) for the upper round. Down go x and y in every round, with z, q, p or h where
-    they are used; up come one or two trees like y per round, and two like x at the end.
+    Cost per iteration: 2N + 3 rounds. Gradients per client: 1 or 2 for each q (2 from t = Q on, 3
+    with `independent_batches` and t > Q), 2 (tau - 1) for each lower round of tau steps, 1 or 2 at
+    t = N, 3 for h, and 2 (tau - 1) for the upper round. Down go x and y in every round, with z, q,
+    p or h where they are used; up come one or two trees like y per round, and two like x at the
+    end. With `lower="sgd"` nobody uses q: it is not asked for, and the exchanges of t < Q are left
+    out: 2N + 3 - Q rounds, on average 1.5 N + 3, and tau gradients for a lower round.
 
     Departures from print: line 6 lacks lambda, and line 15 uses z^{N-1} for Q < N; both contradict
     the paper's own formula of the estimator, which is implemented (`printed=True` does as printed).
-    q is not computed at t = N, where nothing uses it. Clients send displacements, and the server
-    adds their mean. Defaults are those of the paper's Table 2, whose counts fit N = 1 and 5 local
-    epochs per lower round. See docs/errata.md.
+    q is not computed where nothing uses it, at t = N and with `lower="sgd"`. The theory has the
+    steps lr_x / tau_i and lr_y / tau_i, which `step_scale="per-client"` takes; by default all
+    clients take the same, so that one with more steps moves x and y further. q and the Hessian
+    product of one t share a batch; print draws two (zeta and u), as `independent_batches=True`
+    does. Clients send displacements, and the server adds their mean. Defaults are those of the
+    paper's Table 2, whose counts fit N = 1 and 5 local epochs per lower round. Its tau is a number
+    of "outer local epochs"; `upper_steps` and the environment's `local_steps` count steps, each on
+    one batch of the validation data. See docs/errata.md.
 
     References:
         Xiao and Ji, "Communication-Efficient Federated Hypergradient Computation via Aggregated
@@ -104,9 +127,13 @@ class AggITD(Algorithm):
         inner_rounds: The number N of lower rounds.
         lower: "svrg", lower rounds corrected by q; or "sgd", plain local steps.
         lower_steps: Local steps per lower round: a number, "N epochs", or None for the
-        environment's.
-        upper_steps: Local steps of the upper round, likewise.
+            environment's.
+        upper_steps: Local steps of the upper round, likewise; an epoch is a pass over the
+            validation data.
         printed: Estimate as lines 6 and 15 are printed.
+        step_scale: "same", all clients take lr_x and lr_y; or "per-client", lr_x / tau_i and
+            lr_y / tau_i, with tau_i the client's number of steps in that round.
+        independent_batches: Draw a batch for q and another for the Hessian product.
 
     Examples:
         >>> import fedbilevel as fb
@@ -125,6 +152,8 @@ class AggITD(Algorithm):
     lower_steps: StepsOrEpochs = "5 epochs"
     upper_steps: StepsOrEpochs = None
     printed: bool = False
+    step_scale: Literal["same", "per-client"] = "same"
+    independent_batches: bool = False
 
     def init(self, problem: Problem) -> State:
         """Start at the problem's x and y."""
@@ -136,17 +165,20 @@ class AggITD(Algorithm):
         x, y = s
         S = fed.sample()
         Q = fed.draw(N + 1)
+        svrg = self.lower == "svrg"  # q is used, and travels with the estimate
+        start = GradientAndStart() if svrg else UpperGradientY()
+        product = self.gradient_and_product() if svrg else HessianProduct()
         lower_round = self.lower_round()
         for t in range(N):
-            if t < Q:
-                r = fed.ask(LowerGradient(), S, x=x, y=y)
-            elif t == Q:
-                r = fed.ask(GradientAndStart(), S, x=x, y=y)
+            if t == Q:
+                r = fed.ask(start, S, x=x, y=y)
                 z = r.mean("v")
-            else:
-                r = fed.ask(GradientAndProduct(), S, x=x, y=y, v=z)
+            elif t > Q:
+                r = fed.ask(product, S, x=x, y=y, v=z)
                 z = self.apply_factor(z, r.mean("hv"))
-            correction = {"q": r.mean("q")} if self.lower == "svrg" else {}
+            elif svrg:
+                r = fed.ask(LowerGradient(), S, x=x, y=y)
+            correction = {"q": r.mean("q")} if svrg else {}
             y = y + fed.ask(lower_round, S, x=x, y=y, **correction).mean("dy")
         if Q == N:
             z = fed.ask(UpperGradientY(), S, x=x, y=y).mean("v")
@@ -165,10 +197,21 @@ class AggITD(Algorithm):
             return z - hz
         return z - self.neumann_lr * hz
 
+    def gradient_and_product(self) -> GradientAndProduct:
+        """Return the phase of q and a Hessian product."""
+        return GradientAndProduct(independent_batches=self.independent_batches)
+
     def lower_round(self) -> LowerRound:
         """Return the phase of a lower round at this iteration's step sizes."""
-        return LowerRound(lr_y=self.lr_y, lower=self.lower, steps=self.lower_steps or "local")
+        return LowerRound(
+            lr_y=self.lr_y,
+            lower=self.lower,
+            steps=self.lower_steps or "local",
+            step_scale=self.step_scale,
+        )
 
     def upper_round(self) -> UpperRound:
         """Return the phase of the upper round at this iteration's step sizes."""
-        return UpperRound(lr_x=self.lr_x, steps=self.upper_steps or "local")
+        return UpperRound(
+            lr_x=self.lr_x, steps=self.upper_steps or "local", step_scale=self.step_scale
+        )

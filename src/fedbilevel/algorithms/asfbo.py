@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import storm
+from fedbilevel.algorithms.shared import SingleLoopPhase, storm
 from fedbilevel.core.oracle import Directions, Oracle
-from fedbilevel.core.problem import Batch, Problem
-from fedbilevel.core.schedules import Step
-from fedbilevel.core.settings import Bounds, Decay, Fraction, NonNegative, Positive
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.schedules import ScheduledDecay, Step
+from fedbilevel.core.settings import Bounds, Fraction, NonNegative, Positive
 from fedbilevel.core.tree import Tree, norm, project, zeros_like
 from fedbilevel.federation import Federation
-from fedbilevel.federation.phase import Message, Number, Phase, Steps
+from fedbilevel.federation.phase import Message, Number, Steps
 
 
 class State(NamedTuple):
@@ -48,11 +48,10 @@ class Local(NamedTuple):
     steps: Tensor
 
 
-class Descend(Phase):
+class Descend(SingleLoopPhase):
     """tau_i momentum steps from the server's point (eq. 15 to 22); replies with h_i (eq. 26)."""
 
     name = "descend"
-    batch = "both"
     reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y"}
 
     steps: Steps = "local"
@@ -60,7 +59,6 @@ class Descend(Phase):
     lr_y: Number
     lr_z: Number
     momentum_weight: Fraction
-    damping: NonNegative = 0.0
 
     def start(self, msg: Message) -> Local:
         """Start at the server's point."""
@@ -68,14 +66,14 @@ class Descend(Phase):
         zeros = Directions(*map(zeros_like, point))
         return Local(point, point, m=zeros, q=zeros, steps=msg.steps)
 
-    def first(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
+    def first(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         """Step along m_0 = d at the server's point (eq. 16)."""
-        return self.move(c, oracle.directions(*c.point, batch, self.damping), oracle)
+        return self.move(c, self.directions(oracle, *c.point, batch), oracle)
 
-    def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
+    def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         """Step along m_k = beta d(new point) + (1 - beta) m_{k-1} (eq. 20)."""
         beta = self.momentum_weight
-        d = oracle.directions(*c.point, batch, self.damping)
+        d = self.directions(oracle, *c.point, batch)
         m = Directions(*(beta * new + (1 - beta) * old for new, old in zip(d, c.m, strict=True)))
         return self.move(c, m, oracle)
 
@@ -119,15 +117,17 @@ class ASFBO(Algorithm):
 
     and projects z onto the ball of `radius`.
 
-    Cost per iteration: one round; 3 gradients per client and local step; x, y and z go down, three
-    directions of the same sizes come up.
+    Cost per iteration: one round; 3 gradients per client and local step, 7 with
+    `independent_batches`; x, y and z go down, three directions of the same sizes come up.
 
     Departures from print: the norm ||a_i||_1 is tau_i, because by Lemma 1 the coefficients sum to
     it for every beta. The momentum after the last step is never used and not computed. The bounds
     of eq. (88), an assumption of the analysis, are enforced by clipping: without them the iterates
     do not settle. The text says AdaGrad-Norm; the rule printed, and implemented, averages norms.
-    rho is estimated from the cohort, as in `ShroFBO`. `damping` is ours. Defaults are the paper's.
-    See docs/errata.md.
+    rho is estimated from the cohort, as in `ShroFBO`. One training and one validation batch serve
+    all three directions of a step, as eq. (17) and (18) are printed; `independent_batches=True`
+    draws three pairs, as Appendix B.3 says. varrho^(t) is printed as a sequence and never given:
+    it is a number or a schedule. `damping` is ours. Defaults are the paper's. See docs/errata.md.
 
     References:
         "Communication-Efficient Adaptive Federated Bi-level Optimization with Data and System
@@ -144,10 +144,12 @@ class ASFBO(Algorithm):
         server_lr_y_bounds: Least and largest server step size of y.
         server_lr_z_bounds: Least and largest server step size of z.
         momentum_weight: Weight beta of the new directions in the momentum, in (0, 1].
-        norm_decay: Weight varrho of the old norm in the running norm, in [0, 1).
+        norm_decay: Weight varrho of the old norm in the running norm, in [0, 1), a number or a
+            schedule.
         norm_floor: Number that is added to the running norm.
         radius: Radius of the ball that the server's z is projected onto.
         damping: Multiple of the identity that is added to the Hessian of z's system.
+        independent_batches: Draw new batches for each of the three directions.
 
     Examples:
         >>> import fedbilevel as fb
@@ -178,10 +180,11 @@ class ASFBO(Algorithm):
     server_lr_y_bounds: Bounds = (0.03, 0.3)
     server_lr_z_bounds: Bounds = (0.02, 0.2)
     momentum_weight: Fraction = 0.25
-    norm_decay: Decay = 0.75
+    norm_decay: ScheduledDecay = 0.75
     norm_floor: Positive = 0.001
     radius: Positive = 1000.0
     damping: NonNegative = 0.0
+    independent_batches: bool = False
 
     def init(self, problem: Problem) -> State:
         """Start at the problem's x and y, with z and the running norms 0."""
@@ -220,11 +223,12 @@ class ASFBO(Algorithm):
             lr_z=self.lr_z,
             momentum_weight=self.momentum_weight,
             damping=self.damping,
+            independent_batches=self.independent_batches,
         )
 
     def running_norm(self, s: float, h: Tree) -> float:
         """Return the running norm of a direction (eq. 27)."""
-        return self.norm_decay * s + (1 - self.norm_decay) * float(norm(h))
+        return float(self.norm_decay * s + (1 - self.norm_decay) * float(norm(h)))
 
     def adaptive_lr(self, lr: Step, s: float, bounds: tuple[float, float]) -> float:
         """Return a server step size (eq. 28), clipped to its bounds (eq. 88)."""
@@ -235,10 +239,10 @@ class ASFBO(Algorithm):
 class DescendStorm(Descend):
     """As `Descend`, with STORM's variance-reduced momentum."""
 
-    def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
+    def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
         """Step along m_k = d(new point) + (1 - beta) (m_{k-1} - d(old point)) (eq. 21)."""
-        new = oracle.directions(*c.point, batch, self.damping)
-        old = oracle.directions(*c.previous, batch, self.damping)
+        new = self.directions(oracle, *c.point, batch)
+        old = self.directions(oracle, *c.previous, batch)
         return self.move(c, Directions(*storm(new, c.m, old, self.momentum_weight)), oracle)
 
 
@@ -254,7 +258,7 @@ class LAASFBO(ASFBO):
     corrects itself for the point it was evaluated at. Everything else is as in `ASFBO`.
 
     Cost per iteration: that of `ASFBO`, with 6 gradients per client and local step, 3 in the first
-    (2 tau_i - 1 fused evaluations).
+    (2 tau_i - 1 fused evaluations); 14 and 7 with `independent_batches`.
 
     Departures from print: those of `ASFBO`. The l1 norm of STORM's coefficients is not tau_i, but
     their signed sum is, and h_i is normalised by that (docs/errata.md).
@@ -274,10 +278,12 @@ class LAASFBO(ASFBO):
         server_lr_y_bounds: Least and largest server step size of y.
         server_lr_z_bounds: Least and largest server step size of z.
         momentum_weight: Weight beta of the new directions in the momentum, in (0, 1].
-        norm_decay: Weight varrho of the old norm in the running norm, in [0, 1).
+        norm_decay: Weight varrho of the old norm in the running norm, in [0, 1), a number or a
+            schedule.
         norm_floor: Number that is added to the running norm.
         radius: Radius of the ball that the server's z is projected onto.
         damping: Multiple of the identity that is added to the Hessian of z's system.
+        independent_batches: Draw new batches for each of the three directions.
 
     Examples:
         Three local steps are 2 * 3 - 1 fused evaluations, of 3 gradients each, on each of 4

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from torch import Tensor
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
@@ -12,21 +14,23 @@ from fedbilevel.algorithms.shared import (
     Evaluation,
     HessianProduct,
     Hypergradient,
+    HypergradientBatch,
     LowerGradient,
     LowerRound,
+    OwnHypergradient,
     UpperCarry,
     UpperGradientY,
     UpperRound,
-    neumann_hypergradient,
 )
 from fedbilevel.core.linear import neumann_sum, random_product
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.rng import fold_in
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive, StepsOrEpochs
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.federation.phase import Message, Number, Phase
+from fedbilevel.federation.phase import Message, Number, StepBatch
 
 
 class State(NamedTuple):
@@ -79,7 +83,10 @@ class _NestedLoops(Algorithm):
 
 
 class PrivatePower(Evaluation):
-    """c_i <- c_i - lambda d2yy g_i c_i, with the client's own Hessian, as in the published code."""
+    """c_i <- c_i - lambda d2yy g_i c_i, with the client's own Hessian, as in the published code.
+
+    A loss with dropout draws its mask with the key in the message, the same for all factors.
+    """
 
     name = "private_power"
     fixed_x = True
@@ -89,8 +96,10 @@ class PrivatePower(Evaluation):
 
     neumann_lr: Positive
 
-    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+    def step(self, m: Mapping[str, Any], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
         """Multiply c_i by one factor."""
+        if isinstance(batch.rng, Tensor):
+            batch = batch._replace(rng=fold_in(batch.rng.new_zeros(()), m["key"]))
         product = oracle.hessian_product(m["x"], m["y"], m["c"], batch)
         return {"c": m["c"] - self.neumann_lr * product}
 
@@ -138,9 +147,10 @@ class FedNest(_NestedLoops):
         p = lambda (v + sum_{1 <= k <= N} (1/k) mean_i (I - lambda H_i)^k v).
 
     One cohort then serves p and x, gradients are full-batch, and a loss with dropout draws its own
-    mask for each of the two gradients of a corrected step. (The code has one number for lambda and
-    lr_x.) Our server holds the clients' private vectors for them, so that each factor moves one
-    more vector each way than in the code.
+    mask for each of the two gradients of a corrected step, and one per client for all factors of p.
+    (The code has one number for lambda and lr_x.) Our server holds the clients' private vectors and
+    the keys of these masks for them, so that each factor moves one more vector each way than in the
+    code, and the key.
 
     References:
         Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: Federated Bilevel, Minimax, and
@@ -219,9 +229,10 @@ class FedNest(_NestedLoops):
         """FedIHGP as coded: powers of local Hessians, the k-th weighted by 1/k."""
         power = PrivatePower(neumann_lr=self.neumann_lr, full=True)
         private = dict.fromkeys(S, v)
+        keys = {i: fed.draw(1 << 31) for i in S}
         p = v
         for k in range(1, self.neumann_steps + 1):
-            each = [{"c": private[i]} for i in S]
+            each = [{"c": private[i], "key": keys[i]} for i in S]
             r = fed.ask(power, S, x=x, y=y, each=each)
             private |= {reply.client: reply.values["c"] for reply in r}
             p = p + r.mean("c") / k
@@ -237,7 +248,7 @@ class FedNest(_NestedLoops):
         )
 
 
-class LocalUpperRound(Phase):
+class LocalUpperRound(OwnHypergradient):
     """tau_i local steps on x along the client's own hypergradient; replies with x_i - x.
 
     x_i <- x_i - lr_x (grad_x f_i - d2xy g_i p_i), with p_i the client's own Neumann sum
@@ -248,17 +259,15 @@ class LocalUpperRound(Phase):
     reply: ClassVar = {"dx": "x"}
 
     lr_x: Number
-    neumann_lr: Positive
-    neumann_steps: Count
 
     def start(self, m: Message) -> UpperCarry:
         """Start at the server's x."""
         return UpperCarry(x_i=m.x, x=m.x, y=m.y, h=Tree())
 
-    def step(self, c: UpperCarry, oracle: Oracle, batch: Batch) -> UpperCarry:
+    def step(self, c: UpperCarry, oracle: Oracle, batches: StepBatch) -> UpperCarry:
         """Take one step on x_i."""
-        terms = self.neumann_steps + 1
-        d = neumann_hypergradient(oracle, c.x_i, c.y, batch, terms, self.neumann_lr)
+        batch, fresh = self.split(batches)
+        d = self.own_hypergradient(oracle, c.x_i, c.y, batch, fresh)
         return c._replace(x_i=oracle.project_x(c.x_i - self.lr_x * d))
 
     def finish(self, c: UpperCarry) -> dict[str, Tree]:
@@ -287,7 +296,9 @@ class LFedNest(_NestedLoops):
     client: 1 per local step on y (those of `FedNest` with "svrg"), 2N + 4 per local step on x. x
     and y go down; a tree like y comes up from each FedInn, one like x at the end.
 
-    Departures from print: clients send displacements, and the server adds their mean.
+    Departures from print: clients send displacements, and the server adds their mean. By default
+    one mini-batch serves the whole estimate of a local hypergradient, so that its factors are
+    dependent and its mean over batches is biased; `hypergradient_batch` has the alternatives.
 
     References:
         Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: Federated Bilevel, Minimax, and
@@ -303,6 +314,8 @@ class LFedNest(_NestedLoops):
         lower_steps: Local steps per lower round: a number, "N epochs", or None for the
         environment's.
         upper_steps: Local steps of the upper round, likewise.
+        hypergradient_batch: "one", one mini-batch for all of p_i and for d2xy g_i; "fresh", one
+            more for each Hessian product; or "full", all samples of the client.
 
     Examples:
         >>> import fedbilevel as fb
@@ -315,6 +328,7 @@ class LFedNest(_NestedLoops):
 
     solves = "local"
     lower: Literal["svrg", "sgd"] = "sgd"
+    hypergradient_batch: HypergradientBatch = "one"
 
     def iterate(self, s: State, fed: Federation) -> State:
         """Run FedInn, and one round of local steps on x."""
@@ -327,6 +341,8 @@ class LFedNest(_NestedLoops):
         return LocalUpperRound(
             lr_x=self.lr_x,
             neumann_lr=self.neumann_lr,
-            neumann_steps=self.neumann_steps,
+            terms=self.neumann_steps + 1,
             steps=self.upper_steps or "local",
+            fresh=self.hypergradient_batch == "fresh",
+            full=self.hypergradient_batch == "full",
         )

@@ -103,11 +103,13 @@ class FIARSE(FedAvg):
     x, y and the number thr_i. Up: the displacements of x and y. The server reads single replies to
     count which entries are not 0; this costs no bytes but rules out secure aggregation.
 
-    Departures from print: the published code was read. There norm layers are exempt from masks by
-    their kind; here all tensors that start with equal entries are. There r_i is the share of the
-    weights; here it is a ratio of widths, and a submodel of width r_i has about r_i^2 of the
-    weights. thr_i is 0 for r_i = 1 (there the smallest |w|), so that clients with the whole model
-    do as `FedAvg`.
+    Departures: this follows the paper, and not what its published code runs. There the mask is a
+    boolean tensor, which PyTorch does not differentiate, so that the slope that the code writes
+    down never runs: it trains with plain masks, w <- w - lr m grad g_i(w m). All else is from the
+    code, which was read. There norm layers are exempt from masks by their kind; here all tensors
+    that start with equal entries are. There r_i is the share of the weights; here it is a ratio of
+    widths, and a submodel of width r_i has about r_i^2 of the weights. thr_i is 0 for r_i = 1
+    (there the smallest |w|), so that clients with the whole model do as `FedAvg`.
 
     References:
         Wu et al., "FIARSE: Model-Heterogeneous Federated Learning via Importance-Aware Submodel

@@ -5,7 +5,7 @@ Li et al., "Distributed Bilevel Optimization with Dual Pruning for Resource-limi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -14,12 +14,13 @@ from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import (
     Episodes,
     Evaluation,
+    HypergradientBatch,
     LowerRound,
+    OwnHypergradient,
     descend_lower,
-    neumann_hypergradient,
 )
 from fedbilevel.algorithms.shared_submodels import Policy, assign_submodels, check_policy
-from fedbilevel.core.linear import directional, neumann_sum
+from fedbilevel.core.linear import directional
 from fedbilevel.core.oracle import AnyBatch, EmbeddedBatch, Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.rng import fold_in, normal
@@ -28,7 +29,7 @@ from fedbilevel.core.settings import Count, Positive, StepsOrEpochs, at_least, p
 from fedbilevel.core.tree import Tree, dot, flatten, norm, project, unflatten, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
-from fedbilevel.federation.phase import Number, Phase, Steps
+from fedbilevel.federation.phase import Number, StepBatch, Steps
 
 DIRECTIONS_STREAM = 3  # folded into the key of a batch, for the random directions of "response"
 
@@ -49,20 +50,8 @@ class Lower(LowerRound):
     lower: Literal["svrg", "sgd"] = "sgd"
 
 
-class SecondOrder(Phase):
-    """Base of the phases that estimate hypergradients with second derivatives.
-
-    Args:
-        neumann_lr: The step of the Neumann sum.
-        neumann_steps: The number of its terms.
-    """
-
-    neumann_lr: Positive
-    neumann_steps: Count
-
-    def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
-        """Return H_i, with the client's own Hessian."""
-        return neumann_hypergradient(oracle, x, y, batch, self.neumann_steps, self.neumann_lr)
+class SecondOrder(OwnHypergradient):
+    """Base of the phases that estimate hypergradients with second derivatives."""
 
     def global_directions(
         self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: AnyBatch
@@ -79,10 +68,13 @@ class LocalHypergradient(SecondOrder, Evaluation):
     name = "hypergradient"
     reply: ClassVar = {"h": "x"}
 
-    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batches: StepBatch) -> dict[str, Tree]:
         """Evaluate H_i."""
+        batch, fresh = self.split(batches)
         embedded = oracle.embed(m["x"], batch)
-        return {"h": self.local_hypergradient(oracle, m["x"], m["y"], embedded)}
+        fresh_embedded = [oracle.embed(m["x"], other) for other in fresh]
+        h = self.own_hypergradient(oracle, m["x"], m["y"], embedded, fresh_embedded)
+        return {"h": h}
 
 
 class GlobalDirections(SecondOrder, Evaluation):
@@ -116,7 +108,7 @@ class EpisodeHypergradients(SecondOrder, Episodes):
         """Evaluate H_i, and the displacement of y."""
         embedded = oracle.embed(x, batch)
         y_T = descend_lower(oracle, x, y, embedded, self.inner_steps, self.lr_y)
-        return {"h": self.local_hypergradient(oracle, x, y_T, embedded), "dy": y_T - y}
+        return {"h": self.own_hypergradient(oracle, x, y_T, embedded), "dy": y_T - y}
 
 
 @register("rabo")
@@ -142,8 +134,9 @@ class RABO(Algorithm):
 
         H_i = grad_x f_i - d2xy g_i [d2yy g_i]^-1 grad_y f_i,           x <- x - lr_x mean of H_i,
 
-    with the inverse by a Neumann sum of N = `neumann_steps` terms. A mean is over the clients that
-    hold a coordinate; where nobody does, it stays. With `hypergradient="global"` the second
+    with the inverse by a Neumann sum of N = `neumann_steps` terms or by N steps of conjugate
+    gradients (`solver`). A mean is over the clients that hold a coordinate; where nobody does, it
+    stays. With `hypergradient="global"` the second
     exchange has, as in `SimFBO`,
 
         d_x = grad_x f_i - d2xy g_i z,                    x <- x - lr_x mean of d_x,
@@ -153,17 +146,21 @@ class RABO(Algorithm):
     steps from the shared y; y moves by the mean displacement and H_i is the mean over the local
     episodes.
 
-    Cost per iteration: two rounds. Gradients per client: 1 per lower step, then 2N + 2 for H_i, or
-    6 with `hypergradient="global"`. Down, of the submodel: x and y twice (and z once if global).
-    Up: the displacement of y, then H_i (or d_x and d_z). With a private lower level: one round and
-    T + 2N + 2 gradients per client and episode; x and y go down, H_i and the displacement of y come
-    up.
+    Cost per iteration: two rounds. Gradients per client: 1 per lower step, then 2N + 2 for H_i
+    (2N + 4 with `solver="cg"`), or 6 with `hypergradient="global"`. Down, of the submodel: x and y
+    twice (and z once if global). Up: the displacement of y, then H_i (or d_x and d_z). With a
+    private lower level: one round and T + 2N + 2 gradients per client and episode; x and y go down,
+    H_i and the displacement of y come up.
 
     Departures from print: y moves by the mean displacement, because lines 10 and 18 of Algorithm 1
-    together move it uphill. The server cuts and sends the submodel; print sends the whole model and
-    masks it on the client. `hypergradient="global"` and the private lower level are ours: print has
-    one y*(x) for all episodes, with which nothing can be learned where each episode numbers its own
-    classes. docs/errata.md has the evidence.
+    together move it uphill. Print has the exact inverse in eq. (7); along a direction of curvature
+    c a Neumann sum keeps 1 - (1 - neumann_lr c)^N of it, which is 41% at c = 1 for the defaults.
+    `solver="cg"` with N of the order of the square root of the condition number is nearly exact. By
+    default one mini-batch serves all factors of H_i, which are then dependent (print: independent);
+    `hypergradient_batch` has the alternatives. The server cuts and sends the submodel; print sends
+    the whole model and masks it on the client. `hypergradient="global"` and the private lower level
+    are ours: print has one y*(x) for all episodes, with which nothing can be learned where each
+    episode numbers its own classes. docs/errata.md has the evidence.
 
     References:
         Li, Zhang, Zheng, Shi, Yuan, Cheng and Yu, "Distributed Bilevel Optimization with Dual
@@ -175,7 +172,7 @@ class RABO(Algorithm):
         lr_z: Step size of z, a number or a schedule; used if the hypergradient is global.
         lower_steps: T: a number of steps, "N epochs", or None for the environment's `local_steps`.
         neumann_lr: The step of the Neumann sum.
-        neumann_steps: The number N of its terms.
+        neumann_steps: The number N of its terms, or of steps of conjugate gradients.
         hypergradient: "local", each client's own, or "global", with one linear system for all.
         policy: Which units a client holds: "importance", those with the largest weights; "static",
             the first; "rolling", a window that moves by one unit per iteration; "segments".
@@ -183,6 +180,10 @@ class RABO(Algorithm):
             list is repeated over the clients.
         radius: The radius of the ball that z is projected onto; used if the hypergradient is
             global.
+        solver: "neumann", or "cg", conjugate gradients, which stop where the curvature is not
+            positive; used if the hypergradient is local.
+        hypergradient_batch: The data of H_i or of d_x and d_z: "one", one mini-batch; "fresh", one
+            more for each Hessian product of the Neumann sum; or "full", all samples of the client.
 
     Examples:
         On heterogeneous clients only the global hypergradient leads to the solution:
@@ -215,16 +216,39 @@ class RABO(Algorithm):
     policy: Policy = "importance"
     segments: tuple[Annotated[int, at_least(0)], ...] = ()
     radius: Positive = 1000.0
+    solver: Literal["neumann", "cg"] = "neumann"
+    hypergradient_batch: HypergradientBatch = "one"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_policy(self.policy, self.segments)
+        if self.hypergradient_batch == "fresh" and self.solver == "cg":
+            raise ValueError(
+                "hypergradient_batch is 'fresh' and solver 'cg', which needs one matrix; one of "
+                "them must be another"
+            )
+        if self.hypergradient == "global":
+            self.check_no_products("hypergradient is 'global'")
+
+    def check_no_products(self, why: str) -> None:
+        """Refuse settings of Hessian products where a setting leaves no products."""
+        if self.solver == "cg":
+            raise ValueError(f"solver is 'cg'; it must be 'neumann' where {why}")
+        if self.hypergradient_batch == "fresh":
+            raise ValueError(
+                f"hypergradient_batch is 'fresh'; it must be 'one' or 'full' where {why}"
+            )
 
     def check(self, problem: Problem, environment: Environment) -> None:
         """Refuse, besides, settings without a meaning where every episode has its own y."""
         super().check(problem, environment)
         if problem.lower_level == "shared":
             return
+        if self.hypergradient_batch != "one":
+            raise ValueError(
+                f"hypergradient_batch is {self.hypergradient_batch!r}; with a private lower level, "
+                "as here, it must be 'one'"
+            )
         if self.hypergradient == "global":
             raise ValueError(
                 "hypergradient is 'global'; with a private lower level, as here, it must be 'local'"
@@ -266,7 +290,13 @@ class RABO(Algorithm):
 
     def estimates(self) -> dict[str, Any]:
         """Return the settings of the clients' estimates, which their phases take."""
-        return {"neumann_lr": self.neumann_lr, "neumann_steps": self.neumann_steps}
+        return {
+            "neumann_lr": self.neumann_lr,
+            "terms": self.neumann_steps,
+            "solver": self.solver,
+            "fresh": self.hypergradient_batch == "fresh",
+            "full": self.hypergradient_batch == "full",
+        }
 
     def episodes(self) -> EpisodeHypergradients:
         """Return the phase for episodes, whose support is one batch: a step is an epoch."""
@@ -287,15 +317,20 @@ class Differences(SecondOrder):
     directions: Count
     width: Positive
 
-    def local_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
+    def own_hypergradient(
+        self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, fresh: Sequence[AnyBatch] = ()
+    ) -> Tree:
         """Return H_i by the chosen estimator."""
         if self.estimator == "response":
             return self.response_hypergradient(oracle, x, y, batch)
         v = oracle.upper_gradient_y(x, y, batch)
         if self.estimator == "printed":
             return oracle.difference_hypergradient(x, y, -v, batch, self.width)
-        product = directional(lambda y: oracle.lower_gradient_y(x, y, batch), y, self.width)
-        p = neumann_sum(product, v, self.neumann_steps, self.neumann_lr)
+
+        def product(v: Tree, batch: AnyBatch) -> Tree:
+            return directional(lambda y: oracle.lower_gradient_y(x, y, batch), y, self.width)(v)
+
+        p = self.solve(product, v, batch, fresh)
         return oracle.difference_hypergradient(x, y, p, batch, self.width)
 
     def response_hypergradient(self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
@@ -304,7 +339,7 @@ class Differences(SecondOrder):
 
         def response(x: Tree) -> Tree:
             embedded = oracle.embed(x, raw)
-            return descend_lower(oracle, x, y, embedded, self.neumann_steps, self.neumann_lr)
+            return descend_lower(oracle, x, y, embedded, self.terms, self.neumann_lr)
 
         h, v = oracle.upper_gradients(x, y, batch)
         y_N = response(x)
@@ -388,16 +423,19 @@ class RAFBO(RABO):
         lr_z: Step size of z, a number or a schedule; used if the hypergradient is global.
         lower_steps: T: a number of steps, "N epochs", or None for the environment's `local_steps`.
         neumann_lr: The step of the Neumann sum, or of the lower level's response.
-        neumann_steps: The number N of its terms, or of steps of the response.
+        neumann_steps: The number N of its terms, or of steps of "cg" or of the response.
         hypergradient: "local", each client's own, or "global", with one linear system for all;
             "global" needs the estimator "directional".
         policy: Which units a client holds: "importance", "static", "rolling" or "segments".
         segments: With the policy "segments", the segment of every axis that each client holds.
         radius: The radius of the ball that z is projected onto; used if the hypergradient is
             global.
+        solver: "neumann" or "cg", for the estimator "directional".
+        hypergradient_batch: As in `RABO`; "fresh" is for the estimator "directional".
         estimator: "directional", "response" or "printed".
         directions: The number k of random directions of "response".
-        width: The distance over which differences are taken.
+        width: The distance over which differences are taken. Longer Neumann sums need a larger one:
+            each product adds the rounding error of a gradient divided by the width.
 
     Examples:
         >>> import fedbilevel as fb
@@ -420,11 +458,14 @@ class RAFBO(RABO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hypergradient == "global" and self.estimator != "directional":
+        if self.estimator == "directional":
+            return
+        if self.hypergradient == "global":
             raise ValueError(
                 f"estimator is {self.estimator!r}; with hypergradient 'global' it must be "
                 "'directional'"
             )
+        self.check_no_products(f"estimator is {self.estimator!r}")
 
     def estimates(self) -> dict[str, Any]:
         """Return the settings of the clients' estimates, which their phases take."""

@@ -6,19 +6,20 @@ and displacements, never with iterates: a mean over a cohort is unbiased for the
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.core.linear import neumann_sum
-from fedbilevel.core.oracle import AnyBatch, Oracle
+from fedbilevel.core.linear import conjugate_gradients, neumann_sum
+from fedbilevel.core.oracle import AnyBatch, Directions, Oracle
 from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import fold_in, integers
-from fedbilevel.core.settings import Count, Positive
+from fedbilevel.core.settings import Count, NonNegative, Positive
 from fedbilevel.core.tree import Tree
-from fedbilevel.federation.phase import Message, Number, Phase, Steps
+from fedbilevel.federation.phase import Message, Number, Phase, StepBatch, Steps
 
 # What keys are folded with, so that these draws share nothing with those of the losses.
 SNAPSHOT_STREAM = 77
@@ -80,6 +81,32 @@ class HessianProduct(Evaluation):
         return {"hv": oracle.hessian_product(m["x"], m["y"], m["v"], batch)}
 
 
+class CrossProduct(Evaluation):
+    """d2xy g_i(x, y) v."""
+
+    name = "cross"
+    batch = "train"
+    reply: ClassVar = {"jv": "x"}
+
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate the product."""
+        return {"jv": oracle.cross_product(m["x"], m["y"], m["v"], batch)}
+
+
+class UpperGradients(Evaluation):
+    """grad_x f_i and grad_y f_i at a client's own point; the server reads every reply by itself."""
+
+    name = "gradients"
+    batch = "val"
+    summed = False
+    reply: ClassVar = {"gx": "x", "gy": "y"}
+
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate both gradients from one pass."""
+        gx, gy = oracle.upper_gradients(m["x"], m["y"], batch)
+        return {"gx": gx, "gy": gy}
+
+
 class Hypergradient(Evaluation):
     """h_i = grad_x f_i(x, y) - d2xy g_i(x, y) p."""
 
@@ -98,9 +125,20 @@ class CorrectedRound(Phase):
     Args:
         as_coded: Do as the published code of FedNest: the gradient at the start draws its own
             dropout mask, and the first step evaluates a correction that is 0.
+        step_scale: "same", every client takes the step size; or "per-client", it is divided by the
+            client's number of steps tau_i.
     """
 
     as_coded: bool = False
+    step_scale: Literal["same", "per-client"] = "same"
+
+    def divisor(self, m: Message) -> Tensor | tuple[()]:
+        """Return what the client's step size is divided by: tau_i, or nothing."""
+        return m.steps if self.step_scale == "per-client" else ()
+
+    def scaled(self, lr: float, divisor: Tensor | tuple[()]) -> float | Tensor:
+        """Return the client's step size."""
+        return lr / divisor if isinstance(divisor, Tensor) else lr
 
     def snapshot_batch(self, batch: Batch) -> Batch:
         """Return the batch for the gradient at the start."""
@@ -116,6 +154,7 @@ class LowerCarry(NamedTuple):
     y: Tree
     x: Tree
     q: Tree
+    divisor: Tensor | tuple[()] = ()
 
 
 class LowerRound(CorrectedRound):
@@ -137,22 +176,21 @@ class LowerRound(CorrectedRound):
 
     def start(self, m: Message) -> LowerCarry:
         """Start at the server's y."""
-        if self.lower == "sgd":
-            return LowerCarry(y_i=m.y, y=m.y, x=m.x, q=Tree())
-        return LowerCarry(y_i=m.y, y=m.y, x=m.x, q=m.q)
+        q = m.q if self.lower == "svrg" else Tree()
+        return LowerCarry(y_i=m.y, y=m.y, x=m.x, q=q, divisor=self.divisor(m))
 
     def first(self, c: LowerCarry, oracle: Oracle, batch: Batch) -> LowerCarry:
         """Take the step at y_i = y."""
         if self.lower == "sgd" or self.as_coded:
             return self.step(c, oracle, batch)
-        return c._replace(y_i=c.y_i - self.lr_y * c.q)
+        return c._replace(y_i=c.y_i - self.scaled(self.lr_y, c.divisor) * c.q)
 
     def step(self, c: LowerCarry, oracle: Oracle, batch: Batch) -> LowerCarry:
         """Take one step on y_i."""
         d = oracle.lower_gradient_y(c.x, c.y_i, batch)
         if self.lower == "svrg":
             d = d - oracle.lower_gradient_y(c.x, c.y, self.snapshot_batch(batch)) + c.q
-        return c._replace(y_i=c.y_i - self.lr_y * d)
+        return c._replace(y_i=c.y_i - self.scaled(self.lr_y, c.divisor) * d)
 
     def finish(self, c: LowerCarry) -> dict[str, Tree]:
         """Reply with the displacement."""
@@ -166,6 +204,7 @@ class UpperCarry(NamedTuple):
     x: Tree
     y: Tree
     h: Tree
+    divisor: Tensor | tuple[()] = ()
 
 
 class UpperRound(CorrectedRound):
@@ -185,21 +224,53 @@ class UpperRound(CorrectedRound):
 
     def start(self, m: Message) -> UpperCarry:
         """Start at the server's x."""
-        return UpperCarry(x_i=m.x, x=m.x, y=m.y, h=m.h)
+        return UpperCarry(x_i=m.x, x=m.x, y=m.y, h=m.h, divisor=self.divisor(m))
 
     def first(self, c: UpperCarry, oracle: Oracle, batch: Batch) -> UpperCarry:
         """Take the step at x_i = x."""
-        return c._replace(x_i=oracle.project_x(c.x_i - self.lr_x * c.h))
+        lr = self.scaled(self.lr_x, c.divisor)
+        return c._replace(x_i=oracle.project_x(c.x_i - lr * c.h))
 
     def step(self, c: UpperCarry, oracle: Oracle, batch: Batch) -> UpperCarry:
         """Take one step on x_i."""
         at_x = oracle.upper_gradient_x(c.x, c.y, self.snapshot_batch(batch))
         at_x_i = oracle.upper_gradient_x(c.x_i, c.y, batch)
-        return c._replace(x_i=oracle.project_x(c.x_i - self.lr_x * (c.h - at_x + at_x_i)))
+        lr = self.scaled(self.lr_x, c.divisor)
+        return c._replace(x_i=oracle.project_x(c.x_i - lr * (c.h - at_x + at_x_i)))
 
     def finish(self, c: UpperCarry) -> dict[str, Tree]:
         """Reply with the displacement."""
         return {"dx": c.x_i - c.x}
+
+
+class SingleLoopPhase(Phase):
+    """Base of phases that follow the directions d_x, d_y and d_z of `Oracle.directions`.
+
+    Args:
+        damping: Multiple of the identity that is added to the Hessian in d_z.
+        independent_batches: Whether each direction has batches of its own; they then cost 7
+            gradients instead of 3.
+    """
+
+    batch = "both"
+
+    damping: NonNegative = 0.0
+    independent_batches: bool = False
+
+    @property
+    def draws(self) -> int:
+        """One pair of batches per step, or one per direction."""
+        return 3 if self.independent_batches else 1
+
+    def directions(self, oracle: Oracle, x: Tree, y: Tree, z: Tree, batch: Any) -> Directions:
+        """Return the directions at (x, y, z): fused, or each on its own batches."""
+        if not self.independent_batches:
+            return oracle.directions(x, y, z, batch, self.damping)
+        for_y, for_z, for_x = batch
+        d_x = oracle.upper_gradient_x(x, y, for_x) - oracle.cross_product(x, y, z, for_x)
+        d_y = oracle.lower_gradient_y(x, y, for_y)
+        hessian_z = oracle.hessian_product(x, y, z, for_z) + self.damping * z
+        return Directions(d_x, d_y, hessian_z - oracle.upper_gradient_y(x, y, for_z))
 
 
 class EpisodeSums(NamedTuple):
@@ -267,18 +338,69 @@ def descend_lower(oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, steps: int,
     return y
 
 
-def neumann_hypergradient(
-    oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, terms: int, lr: float
-) -> Tree:
-    """Return a client's own hypergradient grad_x f_i - d2xy g_i p_i, with p_i by a Neumann sum.
+HypergradientBatch = Literal["one", "fresh", "full"]
+"""The data of a client's own hypergradient, which contains a product of Hessians.
 
-        p_i = lr sum_{k < terms} (I - lr d2yy g_i)^k grad_y f_i
+"one" is one mini-batch for the whole estimate. "fresh" is one more for each Hessian product, so
+that the factors are independent, as papers have it. "full" is all of the client's samples.
+"""
 
-    It costs 1 + 2 (terms - 1) + 3 gradients.
+
+class OwnHypergradient(Phase):
+    """Base of phases whose clients estimate grad_x f_i - d2xy g_i [d2yy g_i]^-1 grad_y f_i.
+
+    The inverse is a Neumann sum, or conjugate gradients:
+
+        p_i = neumann_lr sum_{k < terms} (I - neumann_lr d2yy g_i)^k grad_y f_i
+
+    An estimate costs 1 + 2 (terms - 1) + 3 gradients; with `solver="cg"` 1 + 2 terms + 3.
+
+    Args:
+        neumann_lr: The step of the Neumann sum.
+        terms: The number of its terms, or of steps of conjugate gradients.
+        solver: "neumann" or "cg".
+        fresh: Whether a step has a mini-batch for each Hessian product besides that for the rest.
     """
-    v = oracle.upper_gradient_y(x, y, batch)
-    p = neumann_sum(lambda v: oracle.hessian_product(x, y, v, batch), v, terms, lr)
-    return oracle.hypergradient(x, y, p, batch)
+
+    neumann_lr: Positive
+    terms: Count
+    solver: Literal["neumann", "cg"] = "neumann"
+    fresh: bool = False
+
+    @property
+    def draws(self) -> int:
+        """One batch; if they are fresh, one more for each product."""
+        return self.terms if self.fresh else 1
+
+    def split(self, batches: StepBatch) -> tuple[Batch, Sequence[Batch]]:
+        """Return the batch for everything but the products, and those for the products."""
+        if self.draws == 1:
+            return batches, ()
+        return batches[0], batches[1:]
+
+    def solve(
+        self,
+        product: Callable[[Tree, AnyBatch], Tree],
+        v: Tree,
+        batch: AnyBatch,
+        fresh: Sequence[AnyBatch],
+    ) -> Tree:
+        """Return p_i, from a Hessian product on a given batch."""
+        if self.solver == "cg":
+            return conjugate_gradients(lambda v: product(v, batch), v, self.terms)
+        batches = iter(fresh or itertools.repeat(batch))
+        return neumann_sum(lambda v: product(v, next(batches)), v, self.terms, self.neumann_lr)
+
+    def own_hypergradient(
+        self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, fresh: Sequence[AnyBatch] = ()
+    ) -> Tree:
+        """Return the estimate, with second derivatives."""
+
+        def product(v: Tree, batch: AnyBatch) -> Tree:
+            return oracle.hessian_product(x, y, v, batch)
+
+        p = self.solve(product, oracle.upper_gradient_y(x, y, batch), batch, fresh)
+        return oracle.hypergradient(x, y, p, batch)
 
 
 def random_hypergradient(
@@ -327,9 +449,13 @@ class LocalHypergradients(Phase):
         self, oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Batch]
     ) -> tuple[Tree, Tree]:
         """Return the client's own hypergradient, and its lower gradient grad_y g_i."""
+        batch = batches[0]
         if self.truncation == "sum":
-            terms = len(batches)
-            d_x = neumann_hypergradient(oracle, x, y, batches[0], terms, self.neumann_lr)
+            v = oracle.upper_gradient_y(x, y, batch)
+            p = neumann_sum(
+                lambda v: oracle.hessian_product(x, y, v, batch), v, len(batches), self.neumann_lr
+            )
+            d_x = oracle.hypergradient(x, y, p, batch)
         else:
             d_x = random_hypergradient(oracle, x, y, batches, self.neumann_lr)
-        return d_x, oracle.lower_gradient_y(x, y, batches[0])
+        return d_x, oracle.lower_gradient_y(x, y, batch)

@@ -9,13 +9,27 @@ from torch import Tensor
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import SingleLoopPhase
 from fedbilevel.core.oracle import Directions, Oracle
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
-from fedbilevel.core.settings import NonNegative, Positive
+from fedbilevel.core.settings import Decay, NonNegative, Positive
 from fedbilevel.core.tree import Tree, norm, project, zeros_like
-from fedbilevel.federation import Federation
-from fedbilevel.federation.phase import Message, Number, Phase, Steps
+from fedbilevel.federation import Federation, Replies
+from fedbilevel.federation.phase import Message, Number, Steps
+
+
+def coefficient(momentum: float, left: Any) -> Any:
+    """a_i^(t,k) = (1 - b^left) / (1 - b), with b the momentum and left = tau_i - k; 1 for b = 0.
+
+    A gradient enters the sum of the momenta m_k = b m_{k-1} + d_k this many times.
+    """
+    return (1 - momentum**left) / (1 - momentum)
+
+
+def coefficient_norm(momentum: float, tau: Any) -> Any:
+    """||a_i||_1, the sum of the tau_i coefficients; tau_i without momentum."""
+    return (tau - momentum * coefficient(momentum, tau)) / (1 - momentum)
 
 
 class State(NamedTuple):
@@ -27,59 +41,53 @@ class State(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A client's copies of x, y and z, the sums q of its directions, and the number of steps."""
+    """A client's copies of x, y and z, the sums q of its directions, and the number of steps.
+
+    `left` is the number of steps still to take; it is empty where all coefficients are 1.
+    """
 
     x: Tree
     y: Tree
     z: Tree
     q: Directions
     steps: Tensor
+    left: Tensor | tuple[()] = ()
 
 
-class Descend(Phase):
+class Descend(SingleLoopPhase):
     """tau_i local steps on x, y and z (eq. 3); replies with the sums q_i of directions (eq. 4)."""
 
     name = "descend"
-    batch = "both"
     reply: ClassVar = {"qx": "x", "qy": "y", "qz": "y"}
 
     steps: Steps = "local"
     lr_x: Number
     lr_y: Number
     lr_z: Number
-    damping: NonNegative = 0.0
-    independent_batches: bool = False
-
-    @property
-    def draws(self) -> int:
-        """One pair of batches per step, or one per direction."""
-        return 3 if self.independent_batches else 1
+    coefficient_momentum: Decay = 0.0
 
     def start(self, m: Message) -> Local:
         """Start at the server's point, with sums that are 0."""
         zeros = Directions(zeros_like(m.x), zeros_like(m.y), zeros_like(m.z))
-        return Local(m.x, m.y, m.z, q=zeros, steps=m.steps)
+        left = m.steps if self.coefficient_momentum else ()
+        return Local(m.x, m.y, m.z, q=zeros, steps=m.steps, left=left)
 
     def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
-        """Move all three copies at once, and add their directions to the sums."""
-        d = self.directions(c, oracle, batch)
+        """Move all three copies at once by a_k d_k, and add a_k d_k to the sums."""
+        d = self.directions(oracle, c.x, c.y, c.z, batch)
+        left = c.left
+        if isinstance(left, Tensor):
+            a = coefficient(self.coefficient_momentum, left)
+            d = Directions(a * d.x, a * d.y, a * d.z)
+            left = left - 1
         return Local(
             x=oracle.project_x(c.x - self.lr_x * d.x),
             y=c.y - self.lr_y * d.y,
             z=c.z - self.lr_z * d.z,
             q=Directions(c.q.x + d.x, c.q.y + d.y, c.q.z + d.z),
             steps=c.steps,
+            left=left,
         )
-
-    def directions(self, c: Local, oracle: Oracle, batch: Any) -> Directions:
-        """Return d_x, d_y and d_z at a client's copies: fused, or each on its own batches."""
-        if not self.independent_batches:
-            return oracle.directions(c.x, c.y, c.z, batch, self.damping)
-        for_y, for_z, for_x = batch
-        d_x = oracle.upper_gradient_x(c.x, c.y, for_x) - oracle.cross_product(c.x, c.y, c.z, for_x)
-        d_y = oracle.lower_gradient_y(c.x, c.y, for_y)
-        hessian_z = oracle.hessian_product(c.x, c.y, c.z, for_z) + self.damping * c.z
-        return Directions(d_x, d_y, hessian_z - oracle.upper_gradient_y(c.x, c.y, for_z))
 
     def finish(self, c: Local) -> dict[str, Tree]:
         """Reply with the sums."""
@@ -87,13 +95,15 @@ class Descend(Phase):
 
 
 class DescendMean(Descend):
-    """The same steps as `Descend`; replies with the means h_i = q_i / tau_i (eq. 6)."""
+    """The same steps as `Descend`; replies with the means h_i = q_i / ||a_i||_1 (eq. 6)."""
 
     reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y"}
 
     def finish(self, c: Local) -> dict[str, Tree]:
         """Reply with the means, which do not grow with the number of steps."""
-        return {"hx": c.q.x / c.steps, "hy": c.q.y / c.steps, "hz": c.q.z / c.steps}
+        b = self.coefficient_momentum
+        a = coefficient_norm(b, c.steps) if b else c.steps
+        return {"hx": c.q.x / a, "hy": c.q.y / a, "hz": c.q.z / a}
 
 
 @register("simfbo")
@@ -108,13 +118,16 @@ class SimFBO(Algorithm):
     solves the problem with weights proportional to p_i tau_i instead of p_i. Choose `ASFBO` or
     `UniFBO` for server steps that adapt to the size of the directions.
 
-    Client i of the cohort C takes tau_i steps   var <- var - lr_var d_var   on its copies of x, y
-    and z, along
+    Client i of the cohort C takes tau_i steps   var <- var - lr_var a_k d_var   on its copies of x,
+    y and z, k = 0 .. tau_i - 1, along
 
         d_y = grad_y g_i,   d_z = d2yy g_i z - grad_y f_i,   d_x = grad_x f_i - d2xy g_i z,
 
-    and sends the sums q_i of its directions. The server, with p~_i = (n / |C|) p_i and
-    q = sum_C p~_i q_i, moves
+    and sends the sums q_i of a_k d. The coefficients are those of a momentum b,
+
+        a_k = (1 - b^(tau_i - k)) / (1 - b),   b = `coefficient_momentum`,   1 by default (b = 0).
+
+    The server, with p~_i = (n / |C|) p_i and q = sum_C p~_i q_i, moves
 
         x <- x - server_lr_x q_x,   y <- y - server_lr_y q_y,   z <- P_r(z - server_lr_z q_z),
 
@@ -124,11 +137,15 @@ class SimFBO(Algorithm):
     Cost per iteration: one round; 3 gradients per client and local step (one fused evaluation), 7
     with `independent_batches`; x, y and z go down, three directions of the same sizes come up.
 
-    Departures from print: the coefficients a_i of local steps are 1. One training and one
-    validation batch serve all three directions; `independent_batches=True` draws three pairs, as
-    printed. r = L_f / mu is unknown in practice and a setting; the metric `projection_active` is
-    the share of iterations in which the projection acts. `damping` is ours. Defaults are the
-    paper's for MNIST. docs/errata.md lists what is unclear in print; no update changes.
+    Departures from print: print leaves the coefficients a_k open, and says that they cover momentum
+    and variance reduction. Those of momentum give the sum of its gradients, but steps as printed
+    (eq. 3) are not momentum steps: the first moves by a_0 > 1 times a gradient, so that later
+    gradients are taken elsewhere (`ASFBO` has local momentum). None give variance reduction, which
+    needs gradients of old points on new samples (`LAASFBO`). One training and one validation batch
+    serve all three directions; `independent_batches=True` draws three pairs, as printed. r = L_f /
+    mu is unknown in practice and a setting; the metric `projection_active` is the share of
+    iterations in which the projection acts. `damping` is ours. Defaults are the paper's for MNIST.
+    docs/errata.md lists what is unclear in print; no update changes.
 
     References:
         Yang, Xiao and Ji, "SimFBO: Towards Simple, Flexible and Communication-efficient Federated
@@ -144,6 +161,7 @@ class SimFBO(Algorithm):
         radius: Radius of the ball that the server's z is projected onto.
         damping: Multiple of the identity that is added to the Hessian of z's system.
         independent_batches: Draw new batches for each of the three directions.
+        coefficient_momentum: The momentum b of the coefficients, in [0, 1); 0 makes them 1.
 
     Examples:
         >>> import fedbilevel as fb
@@ -168,6 +186,7 @@ class SimFBO(Algorithm):
     radius: Positive = 1000.0
     damping: NonNegative = 0.0
     independent_batches: bool = False
+    coefficient_momentum: Decay = 0.0
 
     def init(self, problem: Problem) -> State:
         """Start at the problem's x and y, with z = 0."""
@@ -193,6 +212,7 @@ class SimFBO(Algorithm):
             lr_z=self.lr_z,
             damping=self.damping,
             independent_batches=self.independent_batches,
+            coefficient_momentum=self.coefficient_momentum,
         )
 
 
@@ -202,10 +222,11 @@ class ShroFBO(SimFBO):
     """ShroFBO: SimFBO that keeps the clients' weights under unequal numbers of local steps.
 
     Choose it over `SimFBO` whenever tau_i differs between clients; with equal tau_i they are the
-    same. The re-weighting has two parts. Client i sends the means h_i = q_i / tau_i instead of the
-    sums, so that a client with more steps does not count for more (`DescendMean.finish`). The
-    server, with h = sum_C p~_i h_i, multiplies by the mean number of steps rho = sum_C p~_i tau_i,
-    so that steps are as long as SimFBO's (`ShroFBO.iterate`):
+    same. The re-weighting has two parts. Client i sends the means h_i = q_i / ||a_i||_1 instead of
+    the sums, so that a client with more steps does not count for more (`DescendMean.finish`);
+    ||a_i||_1 is the sum of its coefficients, tau_i where they are 1. The server, with h =
+    sum_C p~_i h_i, multiplies by the mean rho = sum_C p~_i ||a_i||_1, so that steps are as long as
+    SimFBO's (`ShroFBO.iterate`):
 
         x <- x - rho server_lr_x h_x,   y <- y - rho server_lr_y h_y,
         z <- P_r(z - rho server_lr_z h_z).
@@ -229,6 +250,7 @@ class ShroFBO(SimFBO):
         radius: Radius of the ball that the server's z is projected onto.
         damping: Multiple of the identity that is added to the Hessian of z's system.
         independent_batches: Draw new batches for each of the three directions.
+        coefficient_momentum: The momentum b of the coefficients, in [0, 1); 0 makes them 1.
 
     Examples:
         One client takes twice as many local steps as the other, and x still converges to the
@@ -254,7 +276,7 @@ class ShroFBO(SimFBO):
     def iterate(self, s: State, fed: Federation) -> State:
         """Run one round: eq. (6) on the clients, eq. (7) and (8) on the server."""
         r = fed.ask(self.descend(), fed.sample(), x=s.x, y=s.y, z=s.z)
-        rho = r.mean("steps")  # the mean tau_i; each client divided by its own (`DescendMean`)
+        rho = self.mean_norm(r)  # each client divided by its own (`DescendMean`)
         z = s.z - rho * self.server_lr_z * r.mean("hz")
         fed.record(projection_active=norm(z) > self.radius)
         return State(
@@ -262,3 +284,10 @@ class ShroFBO(SimFBO):
             y=s.y - rho * self.server_lr_y * r.mean("hy"),
             z=project(z, self.radius),
         )
+
+    def mean_norm(self, r: Replies) -> Any:
+        """Return the mean of ||a_i||_1 over the replies; without momentum, of tau_i."""
+        b = self.coefficient_momentum
+        if not b:
+            return r.mean("steps")
+        return sum(reply.weight * coefficient_norm(b, reply.steps) for reply in r) / len(r)

@@ -144,10 +144,53 @@ class CG:
         return _with_residual(matvec, b, z, self.steps)
 
 
+def conjugate_gradients(matvec: MatVec, b: Tree, steps: int) -> Tree:
+    """`CG` with a fixed number of steps, for many systems at once under `torch.func.vmap`.
+
+    It stays where it is once the system is solved, and at a direction without positive curvature,
+    where `CG` raises.
+
+    Args:
+        matvec: The product v -> H v, with H symmetric.
+        b: The right-hand side.
+        steps: The number of steps; each takes one product.
+
+    Returns:
+        The estimate of H^-1 b, a tree like b.
+
+    Examples:
+        As many steps as H has different eigenvalues are enough:
+
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> b = fb.Tree(y=torch.tensor([1.0, 2.0, 4.0]))
+        >>> eigenvalues = fb.Tree(y=torch.tensor([1.0, 2.0, 2.0]))
+        >>> z = fb.linear.conjugate_gradients(lambda v: v.map(torch.mul, eigenvalues), b, steps=2)
+        >>> torch.allclose(z["y"], torch.tensor([1.0, 1.0, 2.0]))
+        True
+    """
+    z = zeros_like(b)
+    r = b
+    p = b
+    rr = dot(r, r)
+    for _ in range(steps):
+        hp = matvec(p)
+        curvature = dot(p, hp)
+        moves = curvature > 0
+        alpha = torch.where(moves, rr / torch.where(moves, curvature, 1.0), 0.0)
+        z = z + alpha * p
+        r = r - alpha * hp
+        rr_before = torch.where(moves, rr, 1.0)
+        rr = dot(r, r)
+        p = moves * (r + (rr / rr_before) * p)
+    return z
+
+
 def neumann_sum(matvec: MatVec, b: Tree, steps: int, lr: float) -> Tree:
     """The truncated Neumann series lr sum_{j < steps} (I - lr H)^j b.
 
-    With L the largest eigenvalue of H, it tends to H^-1 b for 0 < lr < 2 / L.
+    With L the largest eigenvalue of H, it tends to H^-1 b for 0 < lr < 2 / L. Along an eigenvector
+    with eigenvalue h it is 1 - (1 - lr h)^steps of H^-1 b.
 
     Args:
         matvec: The product v -> H v.
