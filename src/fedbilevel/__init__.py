@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fedbilevel.federation.environment import Environment as Environment
     from fedbilevel.runs.load import load_run as load_run
     from fedbilevel.runs.run import Result as Result
+    from fedbilevel.runs.run import Run as Run
     from fedbilevel.runs.simulation import simulated_federation as simulated_federation
     from fedbilevel.runs.solver import solve as solve
 
@@ -53,6 +54,7 @@ _HOMES = {
     "Environment": "federation.environment:Environment",
     "Problem": "core.problem:Problem",
     "Result": "runs.run:Result",
+    "Run": "runs.run:Run",
     "Tree": "core.tree:Tree",
     "algorithms": "algorithms",
     "check": "diagnostics.check:check",

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import softplus
 
 from fedbilevel import ClientData, Problem, finite_difference, hypergradient, solve_lower
-from fedbilevel.core.hypergradient import phi
+from fedbilevel.core.hypergradient import PooledProblem, phi
 from fedbilevel.core.linear import CG, Neumann
 from fedbilevel.core.rng import normal, root
 from fedbilevel.core.tree import Tree, norm
@@ -40,7 +40,7 @@ def weights(request):
 
 @pytest.fixture(params=["exact", "cg"])
 def method(request):
-    """Not "neumann", which takes thousands of products and is tested separately."""
+    """Not "neumann", which takes hundreds of products and is tested separately."""
     return request.param
 
 
@@ -111,6 +111,33 @@ def test_closed_form_by_neumann(dim_x, dim_y, condition):
     weights = [0.3, 0.7]
     computed = hypergradient(task.problem, task.clients, x, "neumann", weights)
     torch.testing.assert_close(computed, task.gradient(x, weights), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(("condition", "least", "most"), [(1.0, 1, 20), (10.0, 200, 260)])
+def test_neumann_takes_as_many_products_as_its_tolerance_needs(monkeypatch, condition, least, most):
+    """(1 - 1 / (1.05 condition))^n <= 1e-10 needs n = 8 and 231 products.
+
+    The others are those of the lower level (by CG) and of the largest eigenvalue.
+    """
+    products = 0
+    hessian = PooledProblem.hessian
+
+    def counted(self, x, y):
+        product = hessian(self, x, y)
+
+        def count(v):
+            nonlocal products
+            products += 1
+            return product(v)
+
+        return count
+
+    monkeypatch.setattr(PooledProblem, "hessian", counted)
+    task = quadratic(clients=2, condition=condition, heterogeneity=0.0)
+    x = {"x": draw("x", 5)}
+    computed = hypergradient(task.problem, task.clients, x, "neumann")
+    assert least <= products <= most
+    torch.testing.assert_close(computed, task.gradient(x), rtol=1e-8, atol=1e-8)
 
 
 def test_neumann_refuses_where_its_series_is_too_short():

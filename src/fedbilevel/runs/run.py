@@ -56,7 +56,7 @@ class Result:
 
 
 class Run:
-    """An algorithm on a federation, between two iterations.
+    """An algorithm on a federation, between two iterations: for loops of one's own.
 
     Iterating over a run advances it and yields the metrics of each evaluation: before the first
     iteration, whenever another multiple of `every` is reached, and at the end. A run that was left
@@ -87,12 +87,25 @@ class Run:
 
     Examples:
         >>> import fedbilevel as fb
-        >>> from fedbilevel.runs.run import Run
         >>> task = fb.tasks.load("quadratic", clients=4)
         >>> fed = fb.simulated_federation(task.problem, task.clients)
-        >>> run = Run(fb.algorithms.SimFBO(), fed, {"rounds": 5}, every={"rounds": 2})
+        >>> run = fb.Run(fb.algorithms.SimFBO(), fed, {"rounds": 5}, every={"rounds": 2})
         >>> [metrics["round"] for metrics in run]
         [0, 2, 4, 5]
+
+        A loop of one's own decides when to stop, and may go on later:
+
+        >>> fed = fb.simulated_federation(task.problem, task.clients)
+        >>> run = fb.Run(fb.algorithms.SimFBO(), fed, limits={}, evaluate=task.evaluate)
+        >>> for metrics in run:
+        ...     if metrics["hypergradient_norm"] < 0.1:
+        ...         break
+        >>> run.result.x is run.state.x
+        True
+        >>> rounds = run.spent()["rounds"]
+        >>> run.advance()
+        >>> run.spent()["rounds"] - rounds
+        1
     """
 
     def __init__(
