@@ -77,3 +77,16 @@ def test_the_balanced_accuracy_is_the_mean_over_classes_and_only_for_imbalanced_
     assert metrics["balanced_accuracy"] == 0.5
     names = set(load_digits().accuracies(always_class_0, x, y))
     assert names == {"train_accuracy", "test_accuracy"}
+
+
+def test_accuracies_are_counts_over_counts_in_double_precision() -> None:
+    def always_class_0(x: fb.Tree, y: fb.Tree, inputs: Tensor) -> Tensor:
+        return F.one_hot(torch.zeros(len(inputs), dtype=torch.int64), 10)
+
+    labels = (torch.arange(10_000) >= 9_000).long()
+    test = torch.zeros(10_000, 1), labels
+    dataset = load_digits(imbalance=20.0)._replace(test=test, inputs=test[0], labels=labels)
+    metrics = dataset.accuracies(always_class_0, fb.Tree(x=torch.zeros(1)), fb.Tree())
+    assert metrics["test_accuracy"] == 0.9  # a mean in single precision is 0.89999998
+    assert metrics["train_accuracy"] == 1.0
+    assert metrics["balanced_accuracy"] == 0.5

@@ -9,7 +9,10 @@ import typer
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders, folders that hold some, or files of curves (.csv.xz)."),
+    ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     figure: Annotated[
         Path | None, typer.Option(help="Also write a figure for a paper: .pdf or .png.")

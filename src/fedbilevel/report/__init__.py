@@ -1,21 +1,21 @@
-"""Reports on run folders: a page to read, a figure to print and a ranked table."""
+"""Reports on runs: a page to read, a figure to print and a ranked table."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedbilevel.report._axes import AXES, Axis, Spread
+from fedbilevel.report._curve_files import read_runs
 from fedbilevel.report._curves import group_runs
 from fedbilevel.report._tables import TARGETS, Row, rank, table_rows
-from fedbilevel.runs import folder
 
 __all__ = ["AXES", "TARGETS", "Axis", "Row", "Spread", "ranked", "write_figure", "write_page"]
 
 
-def ranked(paths: Iterable[Path | str], axis: str = "round") -> list[Row]:
+def ranked(paths: Sequence[Path | str], axis: str = "round") -> list[Row]:
     """Return the ranked table of runs.
 
     Args:
-        paths: Run folders, or folders that hold some.
+        paths: Run folders, folders that hold some, or files of curves (.csv, .csv.xz).
         axis: The key in `AXES` of the cost to rank by.
 
     Returns:
@@ -27,15 +27,14 @@ def ranked(paths: Iterable[Path | str], axis: str = "round") -> list[Row]:
     """
     if axis not in AXES:
         raise ValueError(f"axis is {axis!r}, expected one of {', '.join(AXES)}")
-    runs = [folder.read(path) for path in folder.find(paths)]
-    return rank(table_rows(group_runs(runs)), axis)
+    return rank(table_rows(group_runs(read_runs(paths))), axis)
 
 
-def write_page(paths: Iterable[Path | str], out: Path | str) -> None:
+def write_page(paths: Sequence[Path | str], out: Path | str) -> None:
     """Write a self-contained HTML file about runs.
 
     Args:
-        paths: Run folders, or folders that hold some.
+        paths: Run folders, folders that hold some, or files of curves (.csv, .csv.xz).
         out: The file to write.
 
     Raises:
@@ -44,15 +43,15 @@ def write_page(paths: Iterable[Path | str], out: Path | str) -> None:
     """
     from fedbilevel.report._page import page  # plotly takes long to import
 
-    html = page([folder.read(path) for path in folder.find(paths)])
+    html = page(read_runs(paths))
     Path(out).write_text(html, encoding="utf-8", newline="\n")
 
 
-def write_figure(paths: Iterable[Path | str], out: Path | str) -> None:
+def write_figure(paths: Sequence[Path | str], out: Path | str) -> None:
     """Write a figure about runs, for a paper.
 
     Args:
-        paths: Run folders, or folders that hold some.
+        paths: Run folders, folders that hold some, or files of curves (.csv, .csv.xz).
         out: The file to write, .pdf or .png.
 
     Raises:
@@ -61,4 +60,4 @@ def write_figure(paths: Iterable[Path | str], out: Path | str) -> None:
     """
     from fedbilevel.report._figure import figure  # matplotlib takes long to import
 
-    figure([folder.read(path) for path in folder.find(paths)], Path(out))
+    figure(read_runs(paths), Path(out))

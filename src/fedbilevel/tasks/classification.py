@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -97,6 +98,8 @@ class ClassificationData(NamedTuple):
         Returns:
             `train_accuracy` (on the first 5,000 samples) and `test_accuracy`; where classes are
             imbalanced in training also `balanced_accuracy`, the mean over classes on the test set.
+            They are counts divided by counts in double precision: 9,000 of 10,000 is exactly 0.9,
+            and so reaches a target of 0.9.
         """
         device = next(iter(x.values())).device
 
@@ -106,20 +109,35 @@ class ClassificationData(NamedTuple):
                     scores(x, y, batch.to(device)).argmax(-1).cpu()
                     for batch in inputs.split(PREDICTION_BATCH)
                 ]
-            return (torch.cat(predictions) == labels).float()
+            return torch.cat(predictions) == labels
 
         first = slice(TRAIN_ACCURACY_SAMPLES)
         on_train = correct(self.inputs[first], self.labels[first])
         on_test = correct(*self.test)
         metrics = {
-            "train_accuracy": float(on_train.mean()),
-            "test_accuracy": float(on_test.mean()),
+            "train_accuracy": fraction(on_train),
+            "test_accuracy": fraction(on_test),
         }
         if self.imbalanced:
             _, test_labels = self.test
-            per_class = [on_test[test_labels == label].mean() for label in test_labels.unique()]
-            metrics["balanced_accuracy"] = float(torch.stack(per_class).mean())
+            per_class = [fraction(on_test[test_labels == label]) for label in test_labels.unique()]
+            metrics["balanced_accuracy"] = statistics.fmean(per_class)
         return metrics
+
+
+def fraction(holds: Tensor) -> float:
+    """Return which part of the entries of a Boolean tensor is true: a count over a count.
+
+    A mean in single precision would make 9,000 of 10,000 less than 0.9.
+
+    Args:
+        holds: The Boolean tensor.
+
+    Examples:
+        >>> fraction(torch.arange(10_000) < 9_000)
+        0.9
+    """
+    return int(holds.sum()) / holds.numel()
 
 
 def cross_entropies(scores: Tensor, labels: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from fedbilevel.core.problem import ClientData, Problem, split_module
 from fedbilevel.core.rng import fold_in, root, rows
 from fedbilevel.core.tree import Tree, dot, zeros_like
 from fedbilevel.data import characters
-from fedbilevel.tasks.classification import cross_entropies
+from fedbilevel.tasks.classification import cross_entropies, fraction
 from fedbilevel.tasks.task import Task
 
 # Images per pass through the backbone in the evaluation. On a CPU, a small batch stays in the
@@ -147,10 +147,10 @@ def few_shot(
         query = episode[:, :, shots:].flatten(1, 2)
         query_scores = vmap(partial(scores, x, y), chunk_size=episodes_at_once)(support, query)
         correct = query_scores.argmax(-1) == learner.labels(query[0])
-        accuracy = correct.float().mean(1)
+        per_episode = correct.double().mean(1)
         return {
-            "test_accuracy": float(accuracy.mean()),
-            "test_accuracy_ci95": 1.96 * float(accuracy.std()) / episodes**0.5,
+            "test_accuracy": fraction(correct),
+            "test_accuracy_ci95": 1.96 * float(per_episode.std()) / episodes**0.5,
         }
 
     _, x, y = split_module(net, lower="head.")

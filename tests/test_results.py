@@ -1,0 +1,147 @@
+"""The results page: its tables are those of the curves, and the battery runs what they need."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+sys.path.insert(0, str(RESULTS))  # scripts beside the page, which import each other
+
+import battery  # noqa: E402
+import tables  # noqa: E402
+import verdicts  # noqa: E402
+
+from fedbilevel.experiments import config as configs  # noqa: E402
+from fedbilevel.report._curve_files import read_runs  # noqa: E402
+
+
+def test_every_generated_number_of_the_pages_is_that_of_the_curves() -> None:
+    for path, text in tables.pages().items():
+        assert path.read_text("utf-8") == text, f"{path.name}: run python docs/results/tables.py"
+
+
+def test_a_number_that_was_changed_by_hand_is_computed_again() -> None:
+    text = (RESULTS / "README.md").read_text("utf-8")
+    start = text.index("<!-- table aggitd-cnn -->")
+    changed = text[:start] + text[start:].replace("aggitd | 97.6% | 9", "aggitd | 97.6% | 8", 1)
+    assert changed != text
+    assert tables.rendered(changed, tables.TABLES) == text
+
+
+def test_the_page_has_every_table_once() -> None:
+    text = (RESULTS / "README.md").read_text("utf-8")
+    assert sorted(re.findall(r"<!-- table (\S+) -->", text)) == sorted(tables.TABLES)
+
+
+def test_the_curves_take_at_most_20_megabytes() -> None:
+    files = [*RESULTS.glob("*.csv"), *(RESULTS / "curves").glob("*")]
+    assert sum(file.stat().st_size for file in files) <= 20e6
+
+
+NEVER_RUN = {f"rabo-table2/{method} resnet12 5" for method in ("fedmbo", "protonet")}
+
+
+def used_curves() -> set[str]:
+    rows = [row for table in tables.TABLES.values() for row in table.rows]
+    curves = {curve for row in rows for curve in row.curves if curve}
+    for verdict in verdicts.VERDICTS:
+        curves |= {curve for _, labels in verdict.values for curve in labels}
+    return curves
+
+
+def test_the_battery_runs_all_curves_that_the_tables_need_and_no_others() -> None:
+    declared = {f"{name}/{m.label}" for name, members in battery.BATTERY.items() for m in members}
+    used = used_curves()
+    assert declared - used == set()
+    assert {c for c in used - declared if c.split("/")[0] in battery.BATTERY} == set()
+    for curve in used - declared:  # of experiments that the battery does not run
+        name, label = curve.split("/", 1)
+        assert tables.load(name, label) or curve in NEVER_RUN or not tables.files_of(name)
+
+
+def run_of(accuracies: list[float], seed: int = 0, diverged: bool = False) -> tables.Run:
+    rounds = 10.0 * np.arange(len(accuracies))
+    columns = {"round": rounds, "test_accuracy": np.array(accuracies)}
+    return tables.Run(seed, columns, diverged)
+
+
+def shown(cell: tables.Cell, runs: list[tables.Run], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(tables, "load", lambda name, label: runs)
+    return cell(tables.Row((), ["experiment/method"], printed=20))
+
+
+def test_the_first_evaluation_at_or_above_an_accuracy_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exact = run_of([0.1, 0.8999, 9_000 / 10_000, 0.95])
+    late = run_of([0.1, 0.2, 0.3, 0.2, 0.91])
+    never = run_of([0.1, 0.2])
+    assert shown(tables.to(0.9), [exact], monkeypatch) == "20"
+    assert shown(tables.to(0.9), [exact, late], monkeypatch) == "30 ± 14"
+    assert shown(tables.to(0.9), [exact, never], monkeypatch) == "20 (1/2)"
+    assert shown(tables.to(0.9), [never], monkeypatch) == "never"
+    assert shown(tables.to_of_seeds(0.9), [exact, never], monkeypatch) == "20, never"
+    assert shown(tables.against_print(0.9), [exact, late], monkeypatch) == "1.50"
+    assert shown(tables.to(0.9), [], monkeypatch) == "not run yet"
+
+
+def test_diverged_seeds_are_left_out_of_means_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = run_of([0.1, 0.9])
+    bad = run_of([0.1, 0.95, 0.1], diverged=True)
+    assert shown(tables.final(), [good, bad], monkeypatch) == "90.00% (1/2 diverged)"
+    assert shown(tables.final(), [bad, bad], monkeypatch) == "diverged at 20 to 20 (2/2)"
+    assert shown(tables.best(), [good, bad], monkeypatch) == "92.50 ± 3.54%"
+
+
+def test_a_verdict_without_its_runs_is_not_run_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdicts.Verdict(
+        "a", "Fig. 1", "A is first", "reproduced", "{}", verdicts.pairs(tables.final(), "a/b")
+    )
+    monkeypatch.setattr(tables, "load", lambda name, label: [run_of([0.1, 0.9])])
+    assert (verdict.shown(), verdict.measured()) == ("reproduced", "90.00%")
+    monkeypatch.setattr(tables, "load", lambda name, label: [])
+    assert verdict.shown() == "not run yet"
+
+
+def test_every_member_of_the_battery_is_a_run_that_can_be_resolved() -> None:
+    for members in battery.BATTERY.values():
+        for member in members:
+            source = member.experiment
+            if source.endswith(".toml"):
+                source = str(RESULTS / Path(source).name)
+            config = configs.resolve(
+                *configs.read(source), algorithm=member.algorithm, overrides=member.overrides
+            )
+            assert config.label == member.algorithm
+
+
+def test_the_battery_runs_skips_what_is_finished_and_collects_curves(tmp_path: Path) -> None:
+    def call(*options: str) -> str:
+        command = [sys.executable, str(RESULTS / "battery.py"), "mnist-single-loop", *options]
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path / "runs")], capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert call("--prepare", "--smoke") == ""
+    for path in (tmp_path / "runs" / "mnist-single-loop").glob("*/seed-[12]"):
+        # Finished, in words of a run folder: only seed 0 is left to run.
+        (path / "summary.json").write_text(json.dumps({"status": "completed"}))
+        (path / "metrics.jsonl").write_text('{"round": 0, "test_accuracy": 0.9}\n')
+    printed = call("--jobs", "3")
+    assert printed.count("finished") == 3
+    assert "FAILED" not in printed
+    assert call("--jobs", "3") == ""
+    call("--collect", str(tmp_path / "curves"))
+    runs = read_runs([tmp_path / "curves" / "mnist-single-loop.csv.xz"])
+    assert len(runs) == 9
+    assert {run.status for run in runs} == {"completed"}
+    assert [evaluation["round"] for evaluation in runs[0].history] == [0, 1, 2]
+    assert not list((tmp_path / "runs").rglob("checkpoint"))
