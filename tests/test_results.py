@@ -15,6 +15,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 sys.path.insert(0, str(RESULTS))  # scripts beside the page, which import each other
 
 import battery  # noqa: E402
+import cells  # noqa: E402
 import tables  # noqa: E402
 import verdicts  # noqa: E402
 
@@ -63,18 +64,18 @@ def test_the_battery_runs_all_curves_that_the_tables_need_and_no_others() -> Non
     assert {c for c in used - declared if c.split("/")[0] in battery.BATTERY} == set()
     for curve in used - declared:  # of experiments that the battery does not run
         name, label = curve.split("/", 1)
-        assert tables.load(name, label) or curve in NEVER_RUN or not tables.files_of(name)
+        assert cells.load(name, label) or curve in NEVER_RUN or not cells.files_of(name)
 
 
-def run_of(accuracies: list[float], seed: int = 0, diverged: bool = False) -> tables.Run:
+def run_of(accuracies: list[float], seed: int = 0, diverged: bool = False) -> cells.Run:
     rounds = 10.0 * np.arange(len(accuracies))
     columns = {"round": rounds, "test_accuracy": np.array(accuracies)}
-    return tables.Run(seed, columns, diverged)
+    return cells.Run(seed, columns, diverged)
 
 
-def shown(cell: tables.Cell, runs: list[tables.Run], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(tables, "load", lambda name, label: runs)
-    return cell(tables.Row((), ["experiment/method"], printed=20))
+def shown(cell: cells.Cell, runs: list[cells.Run], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(cells, "load", lambda name, label: runs)
+    return cell(cells.Row((), ["experiment/method"], printed=20))
 
 
 def test_the_first_evaluation_at_or_above_an_accuracy_counts(
@@ -83,30 +84,30 @@ def test_the_first_evaluation_at_or_above_an_accuracy_counts(
     exact = run_of([0.1, 0.8999, 9_000 / 10_000, 0.95])
     late = run_of([0.1, 0.2, 0.3, 0.2, 0.91])
     never = run_of([0.1, 0.2])
-    assert shown(tables.to(0.9), [exact], monkeypatch) == "20"
-    assert shown(tables.to(0.9), [exact, late], monkeypatch) == "30 ± 14"
-    assert shown(tables.to(0.9), [exact, never], monkeypatch) == "20 (1/2)"
-    assert shown(tables.to(0.9), [never], monkeypatch) == "never"
-    assert shown(tables.to_of_seeds(0.9), [exact, never], monkeypatch) == "20, never"
-    assert shown(tables.against_print(0.9), [exact, late], monkeypatch) == "1.50"
-    assert shown(tables.to(0.9), [], monkeypatch) == "not run yet"
+    assert shown(cells.to(0.9), [exact], monkeypatch) == "20"
+    assert shown(cells.to(0.9), [exact, late], monkeypatch) == "30 ± 14"
+    assert shown(cells.to(0.9), [exact, never], monkeypatch) == "20 (1/2)"
+    assert shown(cells.to(0.9), [never], monkeypatch) == "never"
+    assert shown(cells.to_of_seeds(0.9), [exact, never], monkeypatch) == "20, never"
+    assert shown(cells.against_print(0.9), [exact, late], monkeypatch) == "1.50"
+    assert shown(cells.to(0.9), [], monkeypatch) == "not run yet"
 
 
 def test_diverged_seeds_are_left_out_of_means_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     good = run_of([0.1, 0.9])
     bad = run_of([0.1, 0.95, 0.1], diverged=True)
-    assert shown(tables.final(), [good, bad], monkeypatch) == "90.00% (1/2 diverged)"
-    assert shown(tables.final(), [bad, bad], monkeypatch) == "diverged at 20 to 20 (2/2)"
-    assert shown(tables.best(), [good, bad], monkeypatch) == "92.50 ± 3.54%"
+    assert shown(cells.final(), [good, bad], monkeypatch) == "90.00% (1/2 diverged)"
+    assert shown(cells.final(), [bad, bad], monkeypatch) == "diverged at 20 to 20 (2/2)"
+    assert shown(cells.best(), [good, bad], monkeypatch) == "92.50 ± 3.54%"
 
 
 def test_a_verdict_without_its_runs_is_not_run_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdicts.Verdict(
-        "a", "Fig. 1", "A is first", "reproduced", "{}", verdicts.pairs(tables.final(), "a/b")
+        "a", "Fig. 1", "A is first", "reproduced", "{}", verdicts.pairs(cells.final(), "a/b")
     )
-    monkeypatch.setattr(tables, "load", lambda name, label: [run_of([0.1, 0.9])])
+    monkeypatch.setattr(cells, "load", lambda name, label: [run_of([0.1, 0.9])])
     assert (verdict.shown(), verdict.measured()) == ("reproduced", "90.00%")
-    monkeypatch.setattr(tables, "load", lambda name, label: [])
+    monkeypatch.setattr(cells, "load", lambda name, label: [])
     assert verdict.shown() == "not run yet"
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from tables import (
+from cells import (
     NOT_RUN,
     Cell,
     Row,
