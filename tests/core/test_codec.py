@@ -46,6 +46,23 @@ def test_a_value_of_another_type_is_refused(value: object) -> None:
         pack({"key": value}, {})
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"tensor": "0"}, {"tensor": "0"}],
+        {"tree": {"a": {"tensor": "0"}, "b": {"tensor": "0"}}},
+        {"tensor": "1"},
+    ],
+    ids=["twice", "twice in a tree", "not there"],
+)
+def test_every_tensor_is_used_once(value: object) -> None:
+    """Otherwise a small file or message could become arbitrarily large."""
+    tensors = {"0": torch.ones(2)}
+    with pytest.raises(ValueError, match="twice, or it is not there"):
+        unpack(value, tensors)
+    assert list(tensors) == ["0"]
+
+
 def test_an_object_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="a packed value has the kind 'pickle'"):
         unpack({"pickle": []}, {})

@@ -70,23 +70,38 @@ def unpack(value: object, tensors: Mapping[str, Tensor]) -> Any:
         The nested value; its tensors are those of `tensors`, not copies.
 
     Raises:
-        ValueError: An object has a kind that `pack` never writes.
+        ValueError: An object has a kind that `pack` never writes, or a tensor is used twice or is
+            not there.
 
     Examples:
         >>> unpack({"tuple": [1, {"tensor": "0"}]}, {"0": torch.tensor(2)})
         (1, tensor(2))
     """
+    return _unpack(value, dict(tensors))
+
+
+def _unpack(value: object, unused: dict[str, Tensor]) -> Any:
+    """Unpack a value; its tensors are removed from `unused`.
+
+    A tensor that is used many times would be large once it is copied, however small its file is.
+    """
     if isinstance(value, list):
-        return [unpack(item, tensors) for item in value]
+        return [_unpack(item, unused) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, items),) = value.items()
     if kind == "tensor":
-        return tensors[items]
+        return _take(items, unused)
     if kind == "tuple":
-        return tuple(unpack(item, tensors) for item in items)
+        return tuple(_unpack(item, unused) for item in items)
     if kind == "dict":
-        return {unpack(key, tensors): unpack(item, tensors) for key, item in items}
+        return {_unpack(key, unused): _unpack(item, unused) for key, item in items}
     if kind == "tree":
-        return Tree({name: tensors[item["tensor"]] for name, item in items.items()})
-    raise ValueError(f"a packed value has the kind {kind!r}, which pack never writes")
+        return Tree({name: _take(item["tensor"], unused) for name, item in items.items()})
+    raise ValueError(f"a packed value has the kind {kind!r:.40}, which pack never writes")
+
+
+def _take(name: str, unused: dict[str, Tensor]) -> Tensor:
+    if name not in unused:
+        raise ValueError(f"a packed value uses the tensor {name!r:.40} twice, or it is not there")
+    return unused.pop(name)

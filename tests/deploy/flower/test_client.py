@@ -157,6 +157,62 @@ def test_a_section_of_the_experiment_cannot_name_another_task(tmp_path: Path) ->
     assert f"this node allows '{OWN_TASK}'" in str(grid.replies["1"].error.reason)
 
 
+@pytest.mark.parametrize("section", [None, "simfbo", "fednest"])
+def test_a_node_opens_no_path_that_it_was_sent(
+    section: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = tmp_path / "secret.csv"
+    secret.write_text("patient 17\n")
+    conditions = {"delay": {"model": "trace", "path": str(secret)}}
+    table = dict(resolve_config(QUADRATIC).table)
+    if section is None:
+        table["environment"] = {**table["environment"], **conditions}
+    else:
+        table["algorithms"] = {section: {"environment": conditions}}
+    grid = FakeGrid(1)
+    grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
+    reason = str(grid.replies["0"].error.reason)
+    assert reason == "environment.delay is for simulations; this node refuses it"
+    assert "patient" not in caplog.text  # the file was not read
+
+
+@pytest.mark.parametrize(
+    "condition", [{"stragglers": {"clients": 1}}, {"deadline": 1.0}, {"faults": {"drop": 0.5}}]
+)
+def test_a_node_refuses_conditions_of_the_simulator(condition: dict[str, Any]) -> None:
+    table = dict(resolve_config(QUADRATIC).table)
+    table["environment"] = {**table["environment"], **condition}
+    grid = FakeGrid(1)
+    grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
+    (name,) = condition
+    assert f"environment.{name} is for simulations" in str(grid.replies["0"].error.reason)
+
+
+def broken_data(partition: int) -> None:
+    float("patient 17")
+
+
+@pytest.mark.parametrize("setting", ["client-data", "task"])
+def test_an_error_of_the_node_is_in_its_log_and_not_in_its_reply(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text of an error may quote the data of the client, or its code."""
+    (tmp_path / "clinic.py").write_text("def load(client):\n    pass\nfloat('patient 17')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    grid = FakeGrid(1)
+    grid.nodes[100][setting] = {
+        "client-data": "tests.deploy.flower.test_client:broken_data",
+        "task": "clinic:load",
+    }[setting]
+    table = dict(resolve_config(QUADRATIC).table)
+    if setting == "task":
+        table["task"] = {"name": "clinic:load"}
+    grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
+    reason = str(grid.replies["0"].error.reason)
+    assert reason == "the client failed (ValueError); the log of its node says why"
+    assert "patient 17" in caplog.text
+
+
 @pytest.mark.parametrize("algorithm", [{"name": "afbo", "memory": "client"}, {"name": "fedbioacc"}])
 def test_a_task_that_is_sent_twice_changes_the_memory_of_the_client_once(
     algorithm: dict[str, Any],

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from flwr.app import Message
+from flwr.app import Array, Message
 
-from fedbilevel.deploy.flower.wire import bundle, is_bundle
+from fedbilevel.deploy.flower._grid import UNREADABLE_CODE, GridConnection
+from fedbilevel.deploy.flower.wire import SHORT, bundle, is_bundle
 from tests.support.flower import (
     QUADRATIC,
     FakeGrid,
@@ -29,6 +30,32 @@ def test_a_reply_that_flower_cannot_read_is_refused() -> None:
     fed, run = real_federation(grid, resolve_config(QUADRATIC))
     run.advance()
     assert fed.transport.refusals == {2: 1}
+
+
+@pytest.mark.parametrize("repeats", [1, 500])
+def test_a_short_message_cannot_become_a_large_one(repeats: int) -> None:
+    """Flower's arrays are chunks and a list of their indices, which may repeat one."""
+    array = Array("float64", (256,), "raw", bytes(2048))
+    chunks = array.slice_array()
+    array.__dict__["_chunks"] = chunks * repeats
+    sent = array.deflate()
+    inflate = Array.inflate
+    inflated: list[Array] = []
+
+    class Flower:
+        def pull_messages(self, _: object) -> list[Message]:
+            inflated.append(Array.inflate(sent, dict(chunks)))
+            return []
+
+    reply = GridConnection(cast(Any, Flower())).pull("0", SHORT)
+    if repeats == 1:
+        assert reply is None
+        assert inflated[0].data == array.data
+    else:
+        assert reply is not None
+        assert reply.error_code == UNREADABLE_CODE
+        assert not inflated
+    assert Array.inflate == inflate
 
 
 def test_nodes_that_reply_with_bundles_are_sent_bundles() -> None:

@@ -85,4 +85,5 @@ def test_a_node_whose_client_cannot_be_set_up_is_refused(caplog: pytest.LogCaptu
     fed, _ = real_federation(grid, config, Conduct(start_clients=2))
     fed.weights()
     assert fed.transport.present == [0, 1]
-    assert "node 102 refused: client-data is 'nowhere:load'" in caplog.text
+    assert "node 102 refused: the client failed (ValueError)" in caplog.text
+    assert "message not answered: ValueError: client-data is 'nowhere:load'" in caplog.text

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from fedbilevel.algorithms.afbo import MeanDirectionDifferences
 from fedbilevel.core.tree import Tree
-from fedbilevel.deploy.flower.wire import decode, encode
+from fedbilevel.deploy.flower.wire import VERSION, bundle, decode, encode
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.phase import Phase
 from tests.support.flower import (
@@ -31,6 +32,8 @@ from tests.support.flower import (
     with_values,
     x_tree,
 )
+
+Change = Callable[[RecordDict], RecordDict]
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -72,6 +75,80 @@ def test_a_lie_is_refused_counted_and_logged(
     assert reason in lines[0]
     assert "\n" not in lines[0]
     assert fed.ledger.lost_tasks == 0
+
+
+def with_data(data: bytes) -> Change:
+    """Replace the tensors of a reply by these bytes."""
+
+    def change(content: RecordDict) -> RecordDict:
+        array = Array("float64", (1,), "numpy.ndarray", data)
+        return RecordDict({**content, "tensors": ArrayRecord({"float64": array})})
+
+    return change
+
+
+def with_shape(*sizes: int) -> Change:
+    """Let the header of a reply declare one tensor of this shape."""
+
+    def change(content: RecordDict) -> RecordDict:
+        packed = {"dict": [["number", {"tensor": "0"}]]}
+        fields = {"version": VERSION, "tensors": [["float64", sizes]], "values": packed}
+        header = ConfigRecord({"json": json.dumps(fields)})
+        array = Array("float64", (1,), "raw", bytes(8))
+        return RecordDict({"tensors": ArrayRecord({"float64": array}), "header": header})
+
+    return change
+
+
+NPY = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<f8', 'fortran_order': False, 'shape': ("
+HOSTILE = {
+    "a damaged npy header": with_data((NPY + b"(3,").ljust(127) + b"\n"),
+    "an npy header with a huge shape": with_data((NPY + b"%d,), }" % 10**30).ljust(127) + b"\n"),
+    "a zip archive": with_data(b"PK\x03\x04" + bytes(60)),
+    "a huge size": with_shape(10**30),
+    "many sizes": with_shape(*[9] * 100_000),
+    "a bundle": lambda content: bundle(with_data(b"PK\x03\x04")(content)),
+    "a large tensor": lambda _: encode(x=torch.zeros(2**20)),
+    "a deep nest": lambda _: encode(number=0, client=0, values=nest(150), upper=nest(150)),
+    "nothing": lambda _: RecordDict(),
+}
+
+
+def nest(depth: int) -> object:
+    value: object = {"a": torch.zeros(1)}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("message_type", ["train", "query", "evaluate"])
+def test_nothing_that_a_client_sends_ends_the_federation(
+    message_type: str, change: Change, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused in one line that names the client or the node."""
+
+    def attack(message: Message, handle: Handler) -> Message:
+        return Message(change(handle(message).content), reply_to=message)
+
+    grid = FakeGrid(3)
+    grid.behaviours[102] = only_for(message_type, attack)
+    config = resolve_config(QUADRATIC, **{"task.clients": 3})
+    fed, run = real_federation(grid, config, Conduct(start_clients=2))
+    advance(4, run)
+    for _ in range(4):
+        fed.transport.losses(*run.state[:2])
+    assert fed.transport.present == [0, 1]
+    about = {
+        "train": "refused, client 2: ",
+        "query": "node 102 refused: ",
+        "evaluate": "client 2 did not report its losses: ",
+    }[message_type]
+    lines = [line.message for line in caplog.records if about in line.message]
+    assert len(lines) == (1 if message_type == "query" else 3)
+    assert not any("\n" in line or line.endswith(": ") for line in lines)
+    if message_type != "query":
+        assert fed.transport.excluded == [2]
 
 
 @pytest.mark.parametrize(

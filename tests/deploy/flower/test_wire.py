@@ -12,18 +12,23 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedbilevel.core.tree import Tree
-from fedbilevel.deploy.flower.wire import WireError, bundle, decode, encode, is_bundle
+from fedbilevel.deploy.flower.wire import Limits, WireError, bundle, decode, encode, is_bundle
 from tests.support.flower import DESCEND, QUADRATIC, FakeGrid, resolve_config
 
 HEADER = {
-    "version": 3,
+    "version": 4,
     "tensors": [["float32", [2]]],
     "values": {"dict": [["x", {"tensor": "0"}]]},
 }
 TEXT = {"json": json.dumps(HEADER)}
-TWO_FLOATS = Array(np.zeros(2, "f4"))
-PICKLED = Array("float32", (2,), "numpy.ndarray", b"\x80\x04N.")
-DEEP_HEADER = '{"version":3,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"
+TWICE = [{"tensor": "0"}, {"tensor": "0"}]
+TWO_FLOATS = Array("float32", (2,), "raw", bytes(8))
+MANY_NINES = [9] * 20_000  # their product has 19,000 digits
+DEEP_HEADER = '{"version":4,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"
+
+
+def raw(count: int, value: int = 0) -> Array:
+    return Array("", (), "raw", bytes([value]) * count)
 
 
 def content(header: object, **arrays: Array) -> RecordDict:
@@ -63,20 +68,25 @@ def test_a_dtype_that_cannot_be_sent_is_refused_by_the_sender() -> None:
         (content({**HEADER, "version": 1}, float32=TWO_FLOATS), "version 1; this side reads"),
         (content(HEADER), "cannot be read"),
         (
-            content(HEADER, float32=Array(np.zeros(1, "f4"))),
+            content(HEADER, float32=raw(4)),
             "the header declares more float32 values than the payload holds",
         ),
         (
-            content(HEADER, float32=Array(np.zeros(3, "f4"))),
+            content(HEADER, float32=raw(12)),
             "the payload holds float32 values that the header does not declare",
         ),
-        (content(HEADER, float32=Array(np.zeros(2, "f8"))), "holds float64"),
-        (content(HEADER, float32=Array(np.zeros((1, 2), "f4"))), "in 2 dimensions"),
-        (content(HEADER, float32=PICKLED), "cannot be read"),
+        (content(HEADER, float32=raw(9)), "not a whole number of float32 values"),
+        (content(HEADER, float32=Array(np.zeros(2, "f4"))), "header does not declare"),
+        (content({**HEADER, "tensors": [["bool", [1]]]}, bool=raw(1, 7)), "neither 0 nor 1"),
+        (content({**HEADER, "tensors": [["float32", MANY_NINES]]}, float32=raw(8)), "0 to 32"),
+        (content({**HEADER, "tensors": [["float32", [10**30]]]}, float32=raw(8)), "list of sizes"),
+        (content({**HEADER, "tensors": [["float32", [2**62] * 3]]}, float32=raw(8)), "too large"),
+        (content({**HEADER, "tensors": [["float32", "2"]]}, float32=raw(8)), "0 to 32"),
+        (content({**HEADER, "values": {"dict": [["x", TWICE]]}}, float32=raw(8)), "ValueError"),
         (content({**HEADER, "tensors": [["float32", [-2]]]}, float32=TWO_FLOATS), "shape"),
         (
             content({**HEADER, "tensors": [["float32", [0, 2**70]]]}, float32=TWO_FLOATS),
-            "cannot be read",
+            "not a list of sizes",
         ),
         (content(HEADER, object=TWO_FLOATS), "array of dtype 'object'"),
         (content(DEEP_HEADER), "RecursionError"),
@@ -89,7 +99,7 @@ def test_a_dtype_that_cannot_be_sent_is_refused_by_the_sender() -> None:
         (RecordDict({"a": ConfigRecord({})}), "other records"),
         (RecordDict({"bundle": ConfigRecord({"float32": b""})}), "cannot be read"),
         (RecordDict({"bundle": ConfigRecord({**TEXT, "float32": 1})}), "float32 are not bytes"),
-        (RecordDict({"bundle": ConfigRecord({**TEXT, "float32": b"PK"})}), "cannot be read"),
+        (RecordDict({"bundle": ConfigRecord({**TEXT, "float32": b"PK"})}), "a whole number"),
         (RecordDict({"bundle": ArrayRecord({"float32": TWO_FLOATS})}), "cannot be read"),
     ],
 )
@@ -97,6 +107,29 @@ def test_a_malformed_message_is_refused_in_one_line(malformed: RecordDict, reaso
     with pytest.raises(WireError, match=reason) as caught:
         decode(malformed)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", [lambda content: content, bundle], ids=["records", "bundle"])
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (Limits(tensor_bytes=19), "more than 19 bytes of tensors"),
+        (Limits(header_chars=50), "at most 50 characters"),
+    ],
+)
+def test_a_message_that_is_larger_than_its_reader_expects_is_refused(
+    form: Callable[[RecordDict], RecordDict], limits: Limits, reason: str
+) -> None:
+    message = form(encode(x=torch.zeros(3), n=torch.zeros(1, dtype=torch.int64)))
+    assert len(decode(message, Limits(header_chars=200, tensor_bytes=20))) == 2
+    with pytest.raises(WireError, match=reason):
+        decode(message, limits)
+
+
+def test_a_tensor_with_too_many_dimensions_is_refused_by_the_sender() -> None:
+    decode(encode(x=torch.zeros([1] * 32)))
+    with pytest.raises(ValueError, match="33 dimensions; at most 32 are allowed"):
+        encode(x=torch.zeros([1] * 33))
 
 
 def test_a_message_is_little_larger_than_its_tensors() -> None:
@@ -114,7 +147,7 @@ def test_a_message_is_little_larger_than_its_tensors() -> None:
 def test_a_bundle_is_three_objects_and_a_large_message_is_not_bundled() -> None:
     FakeGrid(1)  # without a task of Flower no message can be made
     small = encode(x=torch.zeros(10), n=torch.arange(3))
-    large = encode(x=torch.zeros(2**18))
+    large = encode(x=torch.zeros(2**18 + 1))
     assert is_bundle(bundle(small))
     assert bundle(large) is large
     assert len(get_all_nested_objects(Message(small, 1, "train"))) > 5

@@ -8,7 +8,10 @@ import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedbilevel.deploy.flower.warm_node import limit_flower_arrays
 from fedbilevel.deploy.flower.wire import (
+    SHORT,
+    Limits,
     Values,
     WireError,
     bundle,
@@ -26,17 +29,21 @@ UNREADABLE_CODE = -1  # ours: Flower itself cannot read what the node has sent
 
 
 class NodeReply(NamedTuple):
-    """The reply of a node: its content, or the error code and the reason why there is none."""
+    """The reply of a node: its content, or the error code and the reason why there is none.
+
+    `limits` is how large the content may be.
+    """
 
     content: RecordDict | None
     error_code: int | None = None
     reason: str = ""
+    limits: Limits = SHORT
 
     def decode(self) -> Values:
         """Return the values of the reply; raise a `WireError` if there are none."""
         if self.content is None:
             raise WireError(self.reason or f"Flower reports error {self.error_code}")
-        return decode(self.content)
+        return decode(self.content, self.limits)
 
 
 class GridConnection:
@@ -58,10 +65,11 @@ class GridConnection:
             return None
         return message_ids[0] or None
 
-    def pull(self, message_id: str) -> NodeReply | None:
-        """Return the reply to a message, None if there is none yet."""
+    def pull(self, message_id: str, limits: Limits = SHORT) -> NodeReply | None:
+        """Return the reply to a message, of `limits` at most; None if there is none yet."""
         try:
-            replies = list(self.grid.pull_messages([message_id]))
+            with limit_flower_arrays(limits.tensor_bytes):
+                replies = list(self.grid.pull_messages([message_id]))
             if not replies:
                 return None
             reply = replies[0]
@@ -71,7 +79,7 @@ class GridConnection:
                 self._bundling_nodes.add(reply.metadata.src_node_id)
             else:
                 self._bundling_nodes.discard(reply.metadata.src_node_id)
-            return NodeReply(reply.content)
+            return NodeReply(reply.content, limits=limits)
         except httpx.HTTPError:
             raise  # the SuperLink cannot be reached: no fault of the node
         except Exception as error:  # Flower inflates here whatever the node has sent

@@ -104,7 +104,7 @@ class Members:
             return  # a node that is still listed is greeted again
         try:
             client, samples = self._read_claim(node, reply)
-        except (ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # whatever the node has sent, it must not end the run
             self._refused[node] = None
             log.warning("node %d refused: %s", node, one_line(error))
             return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from flwr.app import Message, RecordDict
@@ -13,14 +14,38 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, nbytes
-from fedbilevel.deploy.flower._grid import REPLY_POLL_S, NodeReply
+from fedbilevel.deploy.flower._grid import EXPIRED_CODE, NODE_DIED_CODES, REPLY_POLL_S, NodeReply
 from fedbilevel.deploy.flower._members import Members
-from fedbilevel.deploy.flower.wire import Values, WireError, one_line
+from fedbilevel.deploy.flower.wire import SHORT, Limits, Values, WireError, one_line
 from fedbilevel.federation.replies import log
 from fedbilevel.federation.task import Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Rejected
 
 MAX_COST = 2**62
+CHARS_PER_TENSOR = 256  # in the header of a message, without name and shape
+CHARS_PER_ITEM = 24  # for a character of the name, which JSON may escape, or a size of the shape
+BYTES_PER_VALUE = 16  # twice those of the largest dtype
+STAGE_FACTOR = 4  # the payload of a stage may be larger than its value
+
+
+def reply_limits(task: Task, problem: Problem) -> Limits:
+    """Bound a reply by what its phase declares, with room for mistakes that are worth a reason."""
+    chars, nbytes = SHORT
+    for name, kind in task.broadcast.phase.reply.items():
+        shapes: Mapping[str, Sequence[int]]
+        if kind == "scalar":
+            shapes = {"": ()}
+        elif isinstance(kind, str):
+            variable = problem.x if kind == "x" else problem.y
+            shapes = {key: tensor.shape for key, tensor in variable.items()}
+        else:
+            shapes = kind
+        for key, shape in shapes.items():
+            chars += CHARS_PER_TENSOR + CHARS_PER_ITEM * (len(name) + len(key) + len(shape))
+            nbytes += BYTES_PER_VALUE * math.prod(shape)
+    if task.broadcast.stages:
+        return Limits(STAGE_FACTOR * chars, STAGE_FACTOR * nbytes)
+    return Limits(chars, nbytes)
 
 
 def read_task_reply(
@@ -40,11 +65,11 @@ def read_task_reply(
         if not task.broadcast.stages:  # the payload of a stage may have any structure and dtype
             _check_dtypes(values, next(iter(problem.x.values())).dtype)
         cost = _read_cost(message["cost"])
+        stack = pytree.tree_map(lambda tensor: tensor.to(device).unsqueeze(0), values)
     except KeyError as error:
         return Rejected(task.client, f"the reply has no {error}", task)
-    except (ValueError, TypeError, IndexError) as error:
-        return Rejected(task.client, one_line(error), task)
-    stack = pytree.tree_map(lambda tensor: tensor.to(device).unsqueeze(0), values)
+    except Exception as error:  # whatever the node has sent, it must not end the run
+        return Rejected(task.client, one_line(error) or type(error).__name__, task)
     return Arrived(Results([task], [cost], nbytes(values), stack))
 
 
@@ -77,7 +102,7 @@ def _read_cost(cost: Mapping[str, object]) -> TaskCost:
 
 def request_losses(
     members: Members, request: RecordDict, clients: Collection[int], deadline_s: float
-) -> dict[int, tuple[float, float]]:
+) -> tuple[dict[int, tuple[float, float]], list[int]]:
     """Ask clients for their losses, and wait for the answers.
 
     Args:
@@ -87,7 +112,8 @@ def request_losses(
         deadline_s: Seconds in which they must answer.
 
     Returns:
-        The upper and the lower loss of each client that answered in time with numbers.
+        The upper and the lower loss of each client that answered in time with numbers, and the
+        clients whose answers were refused.
     """
     waiting: dict[int, tuple[str, int]] = {}
     for client in clients:
@@ -97,6 +123,7 @@ def request_losses(
             waiting[client] = (message_id, node)
     deadline = time.monotonic() + deadline_s
     losses: dict[int, tuple[float, float]] = {}
+    refused: list[int] = []
     while waiting and time.monotonic() < deadline:
         for client, (message_id, node) in list(waiting.items()):
             reply = members.grid.pull(message_id)
@@ -105,6 +132,8 @@ def request_losses(
                 pair = _read_losses(client, reply)
                 if pair is not None:
                     losses[client] = pair
+                elif reply.error_code not in (EXPIRED_CODE, *NODE_DIED_CODES):
+                    refused.append(client)
             elif members.node_of.get(client) != node:  # it has left
                 del waiting[client]
         members.refresh()
@@ -113,7 +142,7 @@ def request_losses(
     for client, (_, node) in waiting.items():
         log.warning("client %d did not report its losses in time", client)
         members.remove(client, node)
-    return losses
+    return losses, refused
 
 
 def _read_losses(client: int, reply: NodeReply) -> tuple[float, float] | None:
@@ -121,7 +150,7 @@ def _read_losses(client: int, reply: NodeReply) -> tuple[float, float] | None:
         values = reply.decode()
         upper = _check_loss("upper", values["upper"])
         lower = _check_loss("lower", values["lower"])
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # whatever the node has sent, it must not end the run
         log.warning("client %d did not report its losses: %s", client, one_line(error))
         return None
     return upper, lower

@@ -3,6 +3,9 @@
 A message names its phase, and the client looks the phase up among those that are installed. The
 experiment travels with every message, as nested tables, and is validated here; so a node may join
 late, restart, or serve several runs. What the client remembers between tasks stays here, in a file.
+
+A node opens no path that it was sent. The server learns why a message was refused if the message
+was at fault; of every other error it learns the type alone, because the text may quote data.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -43,6 +47,9 @@ from fedbilevel.runs import checkpoint
 app = ClientApp()
 
 T = TypeVar("T")
+
+# Conditions of the simulator; a delay may name a file.
+SIMULATED = ("delay", "stragglers", "deadline", "faults")
 
 # The `--node-config` of a SuperNode: its keys, and the fields of `Node` that they set.
 NODE_CONFIG = {
@@ -124,9 +131,9 @@ class Worker:
         table: The experiment as nested tables, as the server sent it.
 
     Raises:
-        WireError: The name of the run is not hexadecimal, or the experiment names a task that this
-            node does not allow.
-        ValueError: The experiment is not valid, or the client has no data.
+        WireError: The name of the run is not hexadecimal, or the experiment is not valid, names a
+            task that this node does not allow, or has conditions of the simulator.
+        ValueError: The client has no data.
         TypeError: The function that loads the data returns something else than a `ClientData`.
 
     Examples:
@@ -140,6 +147,7 @@ class Worker:
         if not re.fullmatch("[0-9a-f]{1,64}", job):
             raise WireError("the run's name is not hexadecimal")
         task_name = _check_task_name(node, table.get("task", {}).get("name"))
+        _check_conditions(table)
         self.node = node
         self.client = node.partition
         self.config, task = _load(json.dumps(table), task_name, node.device, node.data_dir)
@@ -188,7 +196,8 @@ class Worker:
         Returns:
             The number of the task, the values of the reply, and the cost of the task.
         """
-        task = self._read_task(message)
+        with _blame_message():
+            task = self._read_task(message)
         remembers = task.broadcast.remembers
         before = {}
         if remembers:
@@ -255,7 +264,8 @@ class Worker:
             The client, and its upper and lower loss at x and y.
         """
         device = self.node.device
-        share = checks.integer("share", message["share"], least=1)
+        with _blame_message():
+            share = checks.integer("share", message["share"], least=1)
         if share not in self._losses:
             environment = self.config.environment
             seed = self.config.experiment.seed
@@ -286,6 +296,26 @@ def _check_task_name(node: Node, name: object) -> str:
     return str(name)
 
 
+def _check_conditions(table: configs.Table) -> None:
+    """Refuse conditions of the simulator, wherever an experiment may have them."""
+    sections = table.get("algorithms", {}).values()
+    for part in (table, *sections):
+        for name in SIMULATED:
+            if part.get("environment", {}).get(name) is not None:
+                raise WireError(f"environment.{name} is for simulations; this node refuses it")
+
+
+@contextmanager
+def _blame_message() -> Iterator[None]:
+    """Turn errors of a block that reads nothing but the message into a `WireError`."""
+    try:
+        yield
+    except KeyError as error:
+        raise WireError(f"the message has no {one_line(error)}") from error
+    except (ValueError, TypeError) as error:
+        raise WireError(one_line(error)) from error
+
+
 @functools.lru_cache(maxsize=1)  # one process of Flower's simulation engine serves many clients
 def _load(
     table: str, task: str, device: str, data_dir: str | None
@@ -293,7 +323,10 @@ def _load(
     # The override of the task's name is needed, because another section of the table
     # ([algorithms.simfbo.task], say) could replace the name that was checked.
     overrides = {"task.name": task, "device": device}
-    config = configs.resolve("the server's experiment", json.loads(table), overrides=overrides)
+    if ":" in task:  # the errors of the owner's module are not for the server
+        import_function("task", task)
+    with _blame_message():
+        config = configs.resolve("the server's experiment", json.loads(table), overrides=overrides)
     folder = None
     if data_dir:
         folder = Path(data_dir)
@@ -312,9 +345,10 @@ _workers: dict[int, tuple[str, Worker]] = {}
 def worker_for(context: Context, message: Values) -> Worker:
     """Return the worker for a message: the one of the last message if that was of the same run."""
     node = Node.from_config(context.node_config)
-    job = message["job"]
-    table = message["table"]
-    settings = json.dumps([repr(node), job, table], sort_keys=True)
+    with _blame_message():
+        job = message["job"]
+        table = message["table"]
+        settings = json.dumps([repr(node), job, table], sort_keys=True)
     cached_settings, worker = _workers.get(node.partition, ("", None))
     if worker is None or cached_settings != settings:
         worker = Worker(node, job, table)
@@ -328,9 +362,13 @@ def _reply(
     try:
         values = decode(message.content)
         reply = compute(worker_for(context, values), values)
-    except Exception as error:
+    except WireError as error:
         log.warning("message refused: %s", one_line(error))
         raise
+    except Exception as error:
+        log.warning("message not answered: %s: %s", type(error).__name__, one_line(error))
+        name = type(error).__name__
+        raise RuntimeError(f"the client failed ({name}); the log of its node says why") from error
     return Message(encode(**reply), reply_to=message)
 
 

@@ -27,8 +27,8 @@ from fedbilevel.deploy.flower._grid import (
     GridConnection,
 )
 from fedbilevel.deploy.flower._members import Members
-from fedbilevel.deploy.flower._replies import read_task_reply, request_losses
-from fedbilevel.deploy.flower.wire import encode
+from fedbilevel.deploy.flower._replies import read_task_reply, reply_limits, request_losses
+from fedbilevel.deploy.flower.wire import Limits, encode
 from fedbilevel.execution.losses import evaluation_subset
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.conduct import Conduct
@@ -131,6 +131,7 @@ class PendingTask:
         task: The task.
         deadline: When it is lost, on the clock of `time.monotonic`.
         posted: Whether it was sent without a barrier.
+        limits: How large its reply may be.
         message_id: Flower's id of the message that carries it; None before it is sent, and after
             its node died.
         node: The node that it was sent to.
@@ -139,6 +140,7 @@ class PendingTask:
     task: Task
     deadline: float
     posted: bool
+    limits: Limits
     message_id: str | None = None
     node: int = 0
 
@@ -294,7 +296,8 @@ class FlowerTransport(Transport):
         self._wait_for_start()
         deadline = time.monotonic() + self.conduct.deadline_s
         for task in tasks:
-            pending = PendingTask(task, deadline, posted=not barrier)
+            limits = reply_limits(task, self.problem)
+            pending = PendingTask(task, deadline, posted=not barrier, limits=limits)
             self._pending[task.number] = pending
             yield from self._send_if_present(pending)
 
@@ -344,7 +347,7 @@ class FlowerTransport(Transport):
         task = pending.task
         if pending.message_id is None:
             yield from self._send_if_present(pending)
-        elif (reply := self.grid.pull(pending.message_id)) is not None:
+        elif (reply := self.grid.pull(pending.message_id, pending.limits)) is not None:
             if reply.error_code in NODE_DIED_CODES:
                 pending.message_id = None  # resent if the client returns before the deadline
                 self.members.remove(task.client, pending.node)
@@ -393,7 +396,9 @@ class FlowerTransport(Transport):
         evaluated, share = evaluation_subset(self.seed, self.clients)
         request = encode(job=self.job, table=self.table, x=x, y=y, share=share)
         asked = set(evaluated) & set(self.present)
-        reported = request_losses(self.members, request, asked, self.conduct.deadline_s)
+        deadline_s = self.conduct.deadline_s
+        reported, refused = request_losses(self.members, request, asked, deadline_s)
+        self.notify_refused(refused)
         if not reported:
             return {"upper_loss": float("nan"), "lower_loss": float("nan")}
         total = sum(self._client_weights[client] for client in reported)

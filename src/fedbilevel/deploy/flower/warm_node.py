@@ -10,6 +10,7 @@ release; the tests in `tests/deploy/flower` compare the installed version with `
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from pathlib import Path
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Array, Context, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
 from flwr.common.serde import message_to_proto
@@ -37,7 +38,10 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.error import FlowerError
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
     get_all_nested_objects,
+    get_object_body,
+    get_object_children_ids_from_object_content,
     get_object_tree,
     no_object_id_recompute,
 )
@@ -153,6 +157,38 @@ def patch_flower_pull_backoff() -> None:
     )
     for function in functions:
         function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **defaults}
+
+
+@contextmanager
+def limit_flower_arrays(nbytes: int) -> Iterator[None]:
+    """Let Flower put together no more than this many bytes of arrays within the block.
+
+    An array arrives as chunks and a list of their indices, which may name a chunk many times: a
+    short message can become arbitrarily large before anyone else can look at it.
+
+    Args:
+        nbytes: The bytes of all arrays together; more of them are a `ValueError`.
+    """
+    method = Array.__dict__["inflate"]
+    left = nbytes
+
+    def inflate(
+        cls: type[Array], content: bytes, children: dict[str, InflatableObject] | None = None
+    ) -> Array:
+        nonlocal left
+        names = get_object_children_ids_from_object_content(content)
+        sizes = [len((children or {})[name].data) for name in names]  # type: ignore[attr-defined]
+        left -= sum(sizes[i] for i in json.loads(get_object_body(content, cls))["arraychunk_ids"])
+        if left < 0:
+            raise ValueError(f"the message holds more than {nbytes} bytes of arrays")
+        array: Array = method.__func__(cls, content, children)
+        return array
+
+    Array.inflate = classmethod(inflate)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Array.inflate = method  # type: ignore[method-assign]
 
 
 def run_node(

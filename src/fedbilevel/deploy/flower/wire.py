@@ -2,8 +2,9 @@
 
 A message is a dict of named values. `encode` turns it into the two records that Flower carries:
 
-- `tensors`: one flat array per dtype, in which all tensors of this dtype follow each other. Flower
-  transfers every array in separate requests, and one array per tensor would be many times slower.
+- `tensors`: one flat array per dtype, in which all tensors of this dtype follow each other, as raw
+  little-endian bytes. Flower transfers every array in separate requests, and one array per tensor
+  would be many times slower.
 - `header`: JSON with the version of this format, the dtype and shape of every tensor, and the
   values, in which each tensor is replaced by its index (see `fedbilevel.core.codec`).
 
@@ -12,7 +13,8 @@ message as a tree of objects with a request for each, 6 of them without a bundle
 such a message takes as long as its requests.
 
 There is no pickle, and nothing that arrives is executed. `decode` reads a message of either form,
-and refuses with a `WireError` what `encode` could not have produced.
+and refuses with a `WireError` what `encode` could not have produced, and what is larger than its
+reader expects (`Limits`), before anything is computed from it.
 
 These are all messages, by Flower's message type:
 
@@ -45,20 +47,22 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fedbilevel.core.codec import pack, unpack
 
-VERSION = 3
+VERSION = 4
 BUNDLE = "bundle"  # name of the record of a message that is one record
 MAX_BUNDLE_BYTES = 2**20  # Flower stores equal arrays to several nodes once, but not equal bundles
 MAX_HEADER_CHARS = 2**20
+MAX_DIMENSIONS = 32  # of a tensor
+MAX_SIZE = 2**63 - 1  # of a dimension, and of all of them multiplied: PyTorch's sizes
 MAX_LINE_CHARS = 300
+RAW = "raw"  # how arrays are serialized; Flower only passes it on
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -78,6 +82,26 @@ Values = dict[str, Any]  # a decoded message: numbers, strings, trees, tensors a
 
 class WireError(ValueError):
     """A message that this side refuses; the text is one line that says why."""
+
+
+class Limits(NamedTuple):
+    """How large a message may be for its reader.
+
+    Args:
+        header_chars: Characters of the header.
+        tensor_bytes: Bytes of all tensors together.
+
+    Examples:
+        >>> Limits(tensor_bytes=400)
+        Limits(header_chars=1048576, tensor_bytes=400)
+    """
+
+    header_chars: int = MAX_HEADER_CHARS
+    tensor_bytes: int = MAX_SIZE
+
+
+ANY_SIZE = Limits()
+SHORT = Limits(header_chars=2**14, tensor_bytes=2**14)
 
 
 def one_line(error: object) -> str:
@@ -110,7 +134,7 @@ def encode(**values: object) -> RecordDict:
 
     Raises:
         TypeError: A value is of another type, or a tensor of a dtype that is not in `DTYPES`.
-        ValueError: The header is longer than a receiver accepts.
+        ValueError: The header is longer than a receiver accepts, or a tensor has more dimensions.
 
     Examples:
         >>> import torch
@@ -129,6 +153,11 @@ def encode(**values: object) -> RecordDict:
         if tensor.dtype not in DTYPE_NAMES:
             allowed = ", ".join(DTYPES)
             raise TypeError(f"a message holds a {tensor.dtype} tensor; it must be one of {allowed}")
+        if tensor.ndim > MAX_DIMENSIONS:
+            raise ValueError(
+                f"a message holds a tensor of {tensor.ndim} dimensions; "
+                f"at most {MAX_DIMENSIONS} are allowed"
+            )
         dtype = DTYPE_NAMES[tensor.dtype]
         parts[dtype].append(tensor.reshape(-1))
         specs.append([dtype, list(tensor.shape)])
@@ -139,7 +168,7 @@ def encode(**values: object) -> RecordDict:
             f"the header of a message has {len(header)} characters; "
             f"at most {MAX_HEADER_CHARS} are allowed"
         )
-    arrays = {dtype: _to_array(torch.cat(flat)) for dtype, flat in parts.items()}
+    arrays = {dtype: _to_array(dtype, torch.cat(flat)) for dtype, flat in parts.items()}
     return RecordDict({"tensors": ArrayRecord(arrays), "header": ConfigRecord({"json": header})})
 
 
@@ -188,17 +217,18 @@ def is_bundle(content: RecordDict) -> bool:
     return set(content) == {BUNDLE}
 
 
-def decode(content: RecordDict) -> Values:
+def decode(content: RecordDict, limits: Limits = ANY_SIZE) -> Values:
     """Decode and validate a message; the inverse of `encode`, with or without `bundle`.
 
     Args:
         content: The content of a Flower `Message`; it is from another machine and not trusted.
+        limits: How large the message may be.
 
     Returns:
         The values by name, bit for bit as `encode` was given them. All tensors are on the CPU.
 
     Raises:
-        WireError: The message is not one that `encode` could have produced.
+        WireError: The message is not one that `encode` could have produced, or it is too large.
 
     Examples:
         >>> import torch
@@ -206,26 +236,30 @@ def decode(content: RecordDict) -> Values:
         {'number': 7, 'point': (1.5, tensor([0, 1, 2]))}
     """
     try:
-        return _decode(content)
+        return _decode(content, limits)
     except WireError:
         raise
     except Exception as error:  # whatever else a malformed message leads to
         raise WireError(f"the message cannot be read ({type(error).__name__})") from error
 
 
-def _decode(content: RecordDict) -> Values:
+def _decode(content: RecordDict, limits: Limits) -> Values:
     if is_bundle(content):
         content = _unbundle(content)
     if set(content) != {"tensors", "header"}:
         raise WireError("the message has other records than 'tensors' and 'header'")
-    header = _read_header(content["header"]["json"])
+    header = _read_header(content["header"]["json"], limits.header_chars)
     arrays: dict[str, Tensor] = {}
+    nbytes = 0
     for dtype, array in content["tensors"].items():
         if dtype not in DTYPES:
             raise WireError(f"the message holds an array of dtype {str(dtype)[:20]!r}")
         if not isinstance(array, Array):
             raise WireError("the record 'tensors' holds something else than arrays")
-        arrays[dtype] = _to_tensor(dtype, array)
+        nbytes += len(array.data)
+        if nbytes > limits.tensor_bytes:
+            raise WireError(f"the message holds more than {limits.tensor_bytes} bytes of tensors")
+        arrays[dtype] = _to_tensor(dtype, array.data)
     values = unpack(header["values"], _split(arrays, header["tensors"]))
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise WireError("the header holds no named values")
@@ -240,16 +274,15 @@ def _unbundle(content: RecordDict) -> RecordDict:
         if name == "json":
             header[name] = part
         elif isinstance(part, bytes):
-            # The shape is in the data, which has NumPy's file format.
-            arrays[name] = Array(name, (), "numpy.ndarray", part)
+            arrays[name] = Array(name, (), RAW, part)
         else:
             raise WireError(f"the tensors of {one_line(name)} are not bytes")
     return RecordDict({"tensors": ArrayRecord(arrays), "header": header})
 
 
-def _read_header(text: object) -> Values:
-    if not isinstance(text, str) or len(text) > MAX_HEADER_CHARS:
-        raise WireError(f"the header is not a string of at most {MAX_HEADER_CHARS} characters")
+def _read_header(text: object, max_chars: int) -> Values:
+    if not isinstance(text, str) or len(text) > max_chars:
+        raise WireError(f"the header is not a string of at most {max_chars} characters")
     header: Values = json.loads(text)
     if header["version"] != VERSION:
         version = f"{header['version']!r:.20}"
@@ -265,8 +298,7 @@ def _split(arrays: dict[str, Tensor], specs: Iterable[tuple[str, list[int]]]) ->
     offsets = dict.fromkeys(arrays, 0)
     tensors = {}
     for index, (dtype, shape) in enumerate(specs):
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise WireError("the header declares a shape that is not a list of sizes")
+        _check_shape(shape)
         start = offsets[dtype]
         end = start + math.prod(shape)
         if end > len(arrays[dtype]):
@@ -279,20 +311,27 @@ def _split(arrays: dict[str, Tensor], specs: Iterable[tuple[str, list[int]]]) ->
     return tensors
 
 
-def _to_array(tensor: Tensor) -> Array:
-    if tensor.dtype is torch.bfloat16:  # unknown to NumPy
-        tensor = tensor.view(torch.int16)
-    return Array(tensor.numpy())
+def _check_shape(shape: object) -> None:
+    """Refuse what is no shape, before its sizes are multiplied."""
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
+        raise WireError(f"the header declares a shape that has not 0 to {MAX_DIMENSIONS} sizes")
+    if not all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape):
+        raise WireError("the header declares a shape that is not a list of sizes")
+    if math.prod(max(size, 1) for size in shape) > MAX_SIZE:  # also if one of the sizes is 0
+        raise WireError("the header declares a shape that is too large")
 
 
-def _to_tensor(dtype: str, array: Array) -> Tensor:
-    expected = "int16" if dtype == "bfloat16" else dtype
-    values = array.numpy()  # Flower reads NumPy's own file format, and refuses pickled objects
-    if values.dtype != np.dtype(expected) or values.ndim != 1:
-        raise WireError(
-            f"the array of dtype {dtype} holds {values.dtype} in {values.ndim} dimensions"
-        )
-    tensor = torch.from_numpy(values.copy())
-    if dtype == "bfloat16":
-        return tensor.view(torch.bfloat16)
-    return tensor
+def _to_array(dtype: str, flat: Tensor) -> Array:
+    data = flat.view(torch.uint8).numpy().tobytes()
+    return Array(dtype, tuple(flat.shape), RAW, data)
+
+
+def _to_tensor(dtype: str, data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=DTYPES[dtype])
+    if len(data) % DTYPES[dtype].itemsize != 0:
+        raise WireError(f"the payload is not a whole number of {dtype} values")
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if dtype == "bool" and values.max() > 1:
+        raise WireError("the payload holds bool values that are neither 0 nor 1")
+    return values.view(DTYPES[dtype])
