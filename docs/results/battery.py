@@ -332,6 +332,8 @@ def prepare(runs: Mapping[Path, tuple[Member, int]], smoke: bool) -> None:
         if source.endswith(".toml"):
             source = str(HERE / Path(source).name)
         overrides = {**member.overrides, "seed": seed, "runtime.threads": 1, "device": "cpu"}
+        if smoke:
+            overrides.pop("rounds", None)  # or they would have priority
         config = configs.resolve(
             *configs.read(source), algorithm=member.algorithm, overrides=overrides, smoke=smoke
         )

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fedbilevel.runs.run import Result as Result
     from fedbilevel.runs.run import Run as Run
     from fedbilevel.runs.simulation import simulated_federation as simulated_federation
+    from fedbilevel.runs.solver import Interrupted as Interrupted
     from fedbilevel.runs.solver import solve as solve
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ _HOMES = {
     "Batch": "core.problem:Batch",
     "ClientData": "core.problem:ClientData",
     "Environment": "federation.environment:Environment",
+    "Interrupted": "runs.solver:Interrupted",
     "Problem": "core.problem:Problem",
     "Result": "runs.run:Result",
     "Run": "runs.run:Run",

@@ -50,6 +50,14 @@ def run_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.parametrize("names", ["asfbo,", ",asfbo", "asfbo, ,simfbo", ""])
+def test_an_empty_name_in_the_list_of_algorithms_is_refused(names: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", EXPERIMENT)
+    outcome = invoke("compare", file, "--algorithms", names, "--out", tmp_path / "runs")
+    assert_refused(outcome, f"the list of algorithms {names!r} holds an empty name")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.xdist_group("compared")
 def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> None:
     names = ["asfbo/seed-0", "asfbo/seed-1", "simfbo/seed-0", "simfbo/seed-1"]

@@ -217,6 +217,13 @@ def test_a_disk_that_is_full_from_the_start_leaves_nothing(
     invoke_ok("run", file, "--out", existing)  # without --resume: there is no run yet
 
 
+def test_a_data_dir_that_does_not_exist_is_refused(file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refused = invoke("run", file, "--data-dir", tmp_path / "elsewhere", "--out", run)
+    assert_refused(refused, f"--data-dir is {str(tmp_path / 'elsewhere')!r}; it must be a folder")
+    assert not run.exists()
+
+
 # Interruptions.
 
 

@@ -32,6 +32,7 @@ def test_files_are_searched_for_in_data_dir_environment_variable_and_cache(
     mnist = data.load("mnist", mnist_root)
     monkeypatch.setenv("FEDBILEVEL_DATA", str(mnist_root))
     assert data.load("mnist") is mnist
+    (tmp_path / "elsewhere").mkdir()
     assert data.load("mnist", tmp_path / "elsewhere") is mnist
     monkeypatch.delenv("FEDBILEVEL_DATA")
     cache.mkdir(parents=True)
@@ -53,6 +54,7 @@ def test_missing_files_are_reported_with_the_folders_searched_and_what_to_do(
 ) -> None:
     monkeypatch.setattr("socket.create_connection", no_network)
     load = data.characters if name == "omniglot" else data.load
+    (tmp_path / "elsewhere").mkdir()
     with pytest.raises(FileNotFoundError) as error:
         load(name, tmp_path / "elsewhere")
     message = str(error.value)
@@ -62,6 +64,14 @@ def test_missing_files_are_reported_with_the_folders_searched_and_what_to_do(
     for part in ("FEDBILEVEL_DATA", "--data-dir", file):
         assert part in message
     assert "\n" not in message
+
+
+def test_a_data_dir_that_does_not_exist_is_refused(
+    mnist_root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FEDBILEVEL_DATA", str(mnist_root))
+    with pytest.raises(FileNotFoundError, match=r"elsewhere'; it must be a folder that exists$"):
+        data.load("mnist", tmp_path / "elsewhere")
 
 
 def test_without_a_network_files_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

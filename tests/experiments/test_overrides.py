@@ -178,6 +178,15 @@ def test_smoke_keeps_the_task_of_a_file(tmp_path: Path) -> None:
     assert read_summary(tmp_path / "run")["rounds"] == 2
 
 
+@pytest.mark.parametrize("option", [("--rounds", 3), ("--set", "rounds=3")])
+def test_smoke_keeps_a_number_of_rounds_that_is_given(
+    tmp_path: Path, option: tuple[str, object]
+) -> None:
+    file = write(tmp_path / "a.toml")
+    invoke_ok("run", file, "--smoke", *option, "--out", tmp_path / "run")
+    assert read_summary(tmp_path / "run")["rounds"] == 3
+
+
 def test_smoke_with_another_task_makes_that_one_small(tmp_path: Path) -> None:
     invoke_ok("run", "digits", "--task", "quadratic", "--smoke", "--out", tmp_path / "run")
     assert read_config(tmp_path / "run")["task"]["clients"] == 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,7 +101,7 @@ def test_an_interrupted_iteration_is_undone(task: fb.tasks.Task) -> None:
     interrupted.fed.ask = interrupt  # type: ignore[method-assign]
     list(interrupted)
     assert interrupted.status == "interrupted"
-    assert interrupted.reason == "interrupted in round 4"
+    assert interrupted.reason == "interrupted in round 4; x and y are those after round 3"
     assert interrupted.fed.ledger.rounds == 3
     interrupted.status = "completed"
     list(interrupted)
@@ -129,6 +131,82 @@ def test_an_iteration_that_is_interrupted_after_its_last_exchange_is_undone(
     interrupted.status = "completed"
     list(interrupted)
     assert torch.equal(interrupted.state.x["x"], whole.state.x["x"])
+
+
+def test_an_iteration_that_is_interrupted_in_its_evaluation_is_undone(
+    task: fb.tasks.Task,
+) -> None:
+    whole = six_rounds(task)
+    list(whole)
+    interrupted = six_rounds(task)
+
+    def interrupt(x: fb.Tree, y: fb.Tree) -> dict[str, float]:
+        if interrupted.fed.iteration == 4:
+            raise KeyboardInterrupt
+        return {}
+
+    interrupted.evaluate = interrupt
+    list(interrupted)
+    assert interrupted.status == "interrupted"
+    assert [metrics["round"] for metrics in interrupted.history] == [0, 1, 2, 3]
+    interrupted.status = "completed"
+    interrupted.evaluate = None
+    list(interrupted)
+    for actual, expected in zip(interrupted.history, whole.history, strict=True):
+        assert {**actual, "wall_s": 0} == {**expected, "wall_s": 0}
+
+
+def test_a_run_that_is_interrupted_in_its_checkpoint_ends_after_that_iteration(
+    task: fb.tasks.Task,
+) -> None:
+    run = six_rounds(task)
+
+    def interrupt() -> None:
+        if run.fed.iteration == 4:
+            raise KeyboardInterrupt
+
+    run.after_iteration = interrupt
+    list(run)
+    assert run.status == "interrupted"
+    assert run.reason == "interrupted after round 4"
+    assert run.result.x is run.state.x
+
+
+def test_an_interrupted_run_that_is_not_finite_returns_its_last_evaluation(
+    task: fb.tasks.Task,
+) -> None:
+    fed = fb.simulated_federation(task.problem, task.clients)
+    wild = fb.algorithms.SimFBO(server_lr_y=1e150, server_lr_x=1e150)
+    run = Run(wild, fed, {"rounds": 50}, every={"rounds": 40})
+
+    def stop_once_not_finite() -> None:
+        if not torch.isfinite(run.state.x["x"]).all():
+            run.stop()
+
+    run.after_iteration = stop_once_not_finite
+    list(run)
+    assert torch.equal(run.result.x["x"], task.problem.x["x"])
+    assert run.reason == (
+        f"interrupted after round {fed.ledger.rounds}; "
+        "x and y are those after round 0, because the last ones are not finite"
+    )
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), np.float32(0.5), np.float64(0.5), 0.5])
+def test_a_metric_may_be_a_scalar_of_torch_or_numpy(
+    task: fb.tasks.Task, tmp_path: Path, value: Any
+) -> None:
+    out = tmp_path / "run"
+    fb.solve(
+        task.problem, task.clients, "simfbo", rounds=1, evaluate=lambda x, y: {"a": value}, out=out
+    )
+    assert [metrics["a"] for metrics in fb.load_run(out).history] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), np.ones(2), "0.5", None, 1j, torch.tensor(1j)])
+def test_a_metric_that_is_not_a_number_is_named(task: fb.tasks.Task, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^evaluate returned a = .*; a metric must be a number$"):
+        fb.solve(task.problem, task.clients, rounds=1, evaluate=lambda x, y: {"a": value})
 
 
 def test_an_unknown_unit_of_cost_and_a_negative_amount_are_refused(task: fb.tasks.Task) -> None:

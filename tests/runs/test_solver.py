@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import fedbilevel as fb
 from fedbilevel.federation import ClientError
 from fedbilevel.runs.run import Run
+from fedbilevel.runs.solver import Interrupted
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +181,58 @@ def test_a_federation_is_used_instead_of_a_simulated_one(task: fb.tasks.Task) ->
 def test_resume_needs_a_folder(task: fb.tasks.Task) -> None:
     with pytest.raises(ValueError, match="resume is True but out is not given"):
         fb.solve(task.problem, task.clients, "simfbo", rounds=3, resume=True)
+
+
+def test_ctrl_c_ends_a_loop_over_methods_and_keeps_the_last_finished_iteration(
+    task: fb.tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Run.advance
+
+    def press_ctrl_c(run: Run) -> None:
+        if run.fed.iteration == 5:
+            signal.raise_signal(signal.SIGINT)
+        advance(run)
+
+    monkeypatch.setattr(Run, "advance", press_ctrl_c)
+    started = []
+
+    def solve_with_both() -> None:
+        for name in ("simfbo", "fedbio"):
+            started.append(name)
+            out = tmp_path / name
+            fb.solve(task.problem, task.clients, name, rounds=1000, every=1000, out=out)
+
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        solve_with_both()
+    monkeypatch.undo()
+    assert started == ["simfbo"]
+    assert isinstance(interrupt.value, Interrupted)
+    result = interrupt.value.result
+    assert result.status == "interrupted"
+    assert result.reason == "interrupted in round 6; x and y are those after round 5"
+    assert str(interrupt.value) == result.reason
+    expected = fb.solve(task.problem, task.clients, "simfbo", rounds=5)
+    loaded = fb.load_run(tmp_path / "simfbo")
+    assert (loaded.status, loaded.reason) == (result.status, result.reason)
+    for actual in (result, loaded):
+        assert torch.equal(actual.x["x"], expected.x["x"])
+        assert torch.equal(actual.y["y"], expected.y["y"])
+
+
+def test_a_killed_run_is_loaded_as_of_its_last_checkpoint(
+    task: fb.tasks.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(run: Run) -> None:
+        if run.fed.iteration == 25:
+            raise MemoryError
+        advance(run)
+
+    advance = Run.advance
+    monkeypatch.setattr(Run, "advance", fail)
+    with pytest.raises(MemoryError):
+        fb.solve(task.problem, task.clients, rounds=1000, every=1000, out=tmp_path / "run")
+    monkeypatch.undo()
+    expected = fb.solve(task.problem, task.clients, rounds=20)
+    loaded = fb.load_run(tmp_path / "run")
+    assert loaded.status == "unfinished"
+    assert torch.equal(loaded.x["x"], expected.x["x"])

@@ -63,9 +63,15 @@ def compared_algorithms(table: Mapping[str, Any], option: str | None) -> list[st
 
     Returns:
         The names; None stands for the experiment's only algorithm.
+
+    Raises:
+        ValueError: If a name in the option is empty.
     """
-    if option:
-        return [*option.split(",")]
+    if option is not None:
+        names = option.split(",")
+        if not all(name.strip() for name in names):
+            raise ValueError(f"the list of algorithms {option!r} holds an empty name")
+        return [*names]
     return [*table.get("compare", [])] or [None]
 
 

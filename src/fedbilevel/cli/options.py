@@ -50,11 +50,25 @@ Seed = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Smoke = Annotated[
     bool,
-    typer.Option(help="Only see whether it runs: 2 rounds, 2 clients, 32 samples, embedded data."),
+    typer.Option(
+        help="Only see whether it runs: 2 rounds (unless --rounds is given), 2 clients, "
+        "32 samples, embedded data."
+    ),
 ]
+
+
+def _check_data_dir(folder: Path | None) -> Path | None:
+    if folder is not None and not folder.expanduser().is_dir():
+        raise ValueError(f"--data-dir is {str(folder)!r}; it must be a folder that exists")
+    return folder
+
+
 DataDir = Annotated[
     Path | None,
-    typer.Option(help="Folder of the data sets; else $FEDBILEVEL_DATA, then the cache."),
+    typer.Option(
+        help="Folder of the data sets; else $FEDBILEVEL_DATA, then the cache.",
+        callback=_check_data_dir,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -67,7 +67,8 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
 
     Raises:
         ValueError: The name is unknown, or a file is damaged.
-        FileNotFoundError: The files are missing and cannot be downloaded.
+        FileNotFoundError: `data_dir` is not a folder, or the files are missing and cannot be
+            downloaded.
 
     Examples:
         >>> from fedbilevel import data
@@ -92,7 +93,8 @@ def characters(name: str, data_dir: str | Path | None = None) -> Characters:
 
     Raises:
         ValueError: The name is unknown, or a file is damaged.
-        FileNotFoundError: The files are missing and cannot be downloaded.
+        FileNotFoundError: `data_dir` is not a folder, or the files are missing and cannot be
+            downloaded.
 
     Examples:
         >>> from fedbilevel import data
@@ -124,6 +126,8 @@ def _load_characters(name: str, folder: Path | None) -> Characters:
 
 
 def _find_folder(name: str, data_dir: str | Path | None) -> Path:
+    if data_dir is not None and not Path(data_dir).expanduser().is_dir():
+        raise FileNotFoundError(f"data_dir is {str(data_dir)!r}; it must be a folder that exists")
     source = sources.SOURCES[name]
     cache = platformdirs.user_cache_dir("fedbilevel")
     roots = [root for root in (data_dir, os.environ.get("FEDBILEVEL_DATA"), cache) if root]

@@ -147,7 +147,8 @@ def resolve(
             experiment's own, or the first that it compares.
         settings: Changes as "KEY=VALUE" with a dotted key and a value in TOML, as after `--set`.
         overrides: Changes as dotted keys with their values.
-        smoke: Whether to reduce the run to a second: two rounds with two clients on small data.
+        smoke: Whether to reduce the run to a second: two clients on small data, and two rounds
+            unless the settings or overrides give their number.
 
     Returns:
         The run with its parts; only the task is not loaded yet.
@@ -166,7 +167,7 @@ def resolve(
     table = reduce_to_run(source, table, algorithm, changes)
     experiment = validate(source, table)
     if smoke:
-        experiment = validate(source, shrink(table))
+        experiment = validate(source, shrink(table, dict(changes).get("rounds", 2)))
     return _build(source, experiment)
 
 

@@ -154,10 +154,14 @@ def _set(table: Table, key: str, value: Any) -> None:
     table[last] = value
 
 
-def shrink(table: Table) -> Table:
+def shrink(table: Table, rounds: int = 2) -> Table:
     """Return the table of a smoke test: a run that takes about a second on any machine.
 
-    It has two rounds, two clients, and 32 samples of data that come with a package.
+    It has two clients, and 32 samples of data that come with a package.
+
+    Args:
+        table: The table of the run.
+        rounds: The budget of rounds.
     """
     small_task = SMALL_TASKS.get(name_in(table, "task") or "", {})
     environment = {**table["environment"], "participation": 1.0, "min_replies": 1}
@@ -173,7 +177,7 @@ def shrink(table: Table) -> Table:
             del data[key]
     return {
         **table,
-        "rounds": 2,
+        "rounds": rounds,
         "every": 1,
         "stop": {},
         "environment": environment,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedbilevel.core.tree import Tree
+from fedbilevel.core.tree import Tree, is_finite
 from fedbilevel.runs import checkpoint, folder
 
 
@@ -18,12 +18,13 @@ class LoadedRun:
 
     Args:
         x: The upper variables at the end of the run, or at its last checkpoint; after a divergence,
-            those of the last evaluation before.
+            or if those are not finite, the variables at the last evaluation before.
         y: The lower variables, likewise.
         history: The metrics of each evaluation; `None` stands for a number that is not finite.
         config: The resolved experiment.
         status: "completed", "diverged", "interrupted", or "unfinished" if the run is still under
             way or was killed.
+        reason: Why the run diverged, or when it was interrupted; else empty.
 
     Examples:
         >>> import tempfile
@@ -41,6 +42,7 @@ class LoadedRun:
     history: list[dict[str, Any]]
     config: dict[str, Any]
     status: str
+    reason: str = ""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return x and y together, under the names of the module from which they were split.
@@ -78,7 +80,14 @@ def load_run(path: Path | str) -> LoadedRun:
     """
     run_folder = folder.read(path)
     saved = checkpoint.load(Path(path) / folder.CHECKPOINT)
-    state = saved["good"] or saved["state"]
+    state = saved["state"]
+    if saved["good"] and (saved["status"] == "diverged" or not is_finite(state)):
+        state = saved["good"]
     return LoadedRun(
-        state["x"], state["y"], run_folder.history, run_folder.config, run_folder.status
+        state["x"],
+        state["y"],
+        run_folder.history,
+        run_folder.config,
+        run_folder.status,
+        saved["reason"],
     )

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+from torch import Tensor
+
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.core import checks, ranks
 from fedbilevel.core.process import relaxed_garbage_collection
@@ -30,13 +33,15 @@ class Result:
     """The outcome of a run.
 
     Args:
-        x: The upper variables at the end; after a divergence, those of the last evaluation before.
+        x: The upper variables after the last finished iteration; after a divergence, or if those
+            are not finite, the variables at the last evaluation before.
         y: The lower variables, likewise.
         history: The metrics of each evaluation: the costs so far ("round", "iteration", "bytes_up",
             "bytes_down", "samples", "gradients", "flops", "peak_bytes", "virtual_s", "wall_s"),
             "upper_loss" and "lower_loss", what the algorithm records, and what `evaluate` returned.
         status: "completed", "diverged" or "interrupted".
-        reason: A sentence that says why the run diverged or was interrupted; else empty.
+        reason: A sentence that says why the run diverged, or when it was interrupted and which x
+            and y these are; else empty.
 
     Examples:
         >>> import fedbilevel as fb
@@ -138,8 +143,10 @@ class Run:
     @property
     def result(self) -> Result:
         """The outcome so far, with the last x and y that had not diverged."""
-        good = self.good_state
-        return Result(good.x, good.y, self.history, self.status, self.reason)
+        state = self.good_state
+        if self.status != "diverged" and is_finite(self.state):
+            state = self.state
+        return Result(state.x, state.y, self.history, self.status, self.reason)
 
     def spent(self) -> dict[str, float]:
         """Return what the run has cost so far, in every unit of `UNITS`."""
@@ -163,27 +170,44 @@ class Run:
             yield self._measure()
         while self.status == "completed" and not self._is_finished():
             mark = self.fed.mark()
-            spent = self.spent()
             state = self.state
+            good_state = self.good_state
+            evaluations = len(self.history)
             try:
-                self.advance()
-                if self._is_finished() or self._is_due(spent):
-                    with self._timed():
-                        self.fed.check_pending()
-            except QuorumError as error:
-                self._end("diverged", str(error))
+                self._iterate()
             except KeyboardInterrupt:
                 # The unfinished iteration is undone, so that a resumed run repeats it as a whole.
                 self.fed.rollback(mark)
                 self.state = state
-                self._end("interrupted", f"interrupted in round {self.fed.ledger.rounds + 1}")
+                self.good_state = good_state
+                del self.history[evaluations:]
+                rounds = self.fed.ledger.rounds
+                self._interrupt(f"in round {rounds + 1}", f"after round {rounds}")
                 return
-            if self.status == "diverged" or self._is_finished() or self._is_due(spent):
-                yield self._measure()
-            self.after_iteration()
+            if len(self.history) > evaluations:
+                yield self.history[-1]
+            try:
+                self.after_iteration()
+            except KeyboardInterrupt:
+                self._stopping = True
             stopping = any(ranks.all_gather(self._stopping))
             if stopping and self.status == "completed":
-                self._end("interrupted", f"interrupted after round {self.fed.ledger.rounds}")
+                self._interrupt(f"after round {self.fed.ledger.rounds}")
+
+    def _iterate(self) -> None:
+        """Run one iteration, and evaluate it if that is due."""
+        spent = self.spent()
+        try:
+            self.advance()
+            due = self._is_finished() or self._is_due(spent)
+            if due:
+                with self._timed():
+                    self.fed.check_pending()
+        except QuorumError as error:
+            self._end("diverged", str(error))
+            due = True
+        if due:
+            self._measure()
 
     def advance(self) -> None:
         """Run one iteration of the algorithm, without an evaluation."""
@@ -199,6 +223,16 @@ class Run:
     def _end(self, status: str, reason: str) -> None:
         self.status = status
         self.reason = reason
+
+    def _interrupt(self, when: str, reached: str = "") -> None:
+        """End the run as interrupted, and say which x and y its result holds."""
+        if not is_finite(self.state):
+            evaluated = self.history[-1]["round"]
+            reached = f"after round {evaluated}, because the last ones are not finite"
+        reason = f"interrupted {when}"
+        if reached:
+            reason += f"; x and y are those {reached}"
+        self._end("interrupted", reason)
 
     def _is_finished(self) -> bool:
         """Whether a limit or the target accuracy is reached."""
@@ -233,7 +267,7 @@ class Run:
         metrics |= self.fed.records()
         evaluate = self.evaluate
         if evaluate and is_finite((x, y)):
-            metrics |= ranks.on_first_rank(lambda: evaluate(x, y))
+            metrics |= ranks.on_first_rank(lambda: _numbers(evaluate(x, y)))
         self.history.append(metrics)
         if self.status == "completed" and (reason := self._divergence(metrics)):
             self._end("diverged", f"round {metrics['round']}: {reason}")
@@ -254,3 +288,16 @@ class Run:
         if start > 0 and loss > DIVERGENCE_FACTOR * start:
             return f"upper_loss is {loss:.3g}, more than {DIVERGENCE_FACTOR:.0e} times its start"
         return ""
+
+
+def _numbers(metrics: Mapping[str, object]) -> Metrics:
+    """Return what an `evaluate` returned as numbers of Python."""
+    numbers: Metrics = {}
+    for name, value in metrics.items():
+        number = value
+        if isinstance(value, (Tensor, np.generic)) and value.ndim == 0:
+            number = value.item()
+        if not isinstance(number, (int, float)):
+            raise TypeError(f"evaluate returned {name} = {value!r}; a metric must be a number")
+        numbers[name] = number
+    return numbers

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+
 from fedbilevel.core import checks, devices, ranks
 from fedbilevel.core.precision import Precision
-from fedbilevel.core.problem import ClientData, Problem, client_weights
+from fedbilevel.core.problem import (
+    ClientData,
+    Problem,
+    client_weights,
+    named_tensors,
+    repack,
+)
 from fedbilevel.core.tree import Tree
 from fedbilevel.execution.executor import Executor
 from fedbilevel.execution.losses import Losses
@@ -19,6 +28,8 @@ from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.task import on_client
 from fedbilevel.transports.virtual_clock import VirtualClock
+
+log = logging.getLogger("fedbilevel")
 
 
 def simulated_federation(
@@ -92,11 +103,15 @@ def simulated_federation(
             "precision is 'tf32', but device is 'cpu', which has none; "
             "it must be 'fp32', 'bf16' or 'bf16-all'"
         )
+    if isinstance(weights, str) and weights == "samples":
+        weights = [_training_samples(clients, i) for i in range(len(clients))]
     p = client_weights(weights, clients)
     batch_size = environment.batch_size
     episode = batch_size if problem.lower_level == "private" else None
     with on_client(0, "before round 1"):
-        problem.check(clients[0], device, episode)
+        first = clients[0]
+        problem.check(first, device, episode)
+        _warn_of_detached_upper_loss(problem, first, device, batch_size)
     if memory is None:
         memory = devices.stack_bytes(device)
     executor: Executor
@@ -133,3 +148,29 @@ def simulated_federation(
     return Federation(
         problem, len(clients), clock, environment, weights=lambda: p, seed=seed, device=device
     )
+
+
+def _training_samples(clients: Sequence[ClientData], client: int) -> int:
+    """Return a client's number of training samples; an error while loading names the client."""
+    with on_client(client, "before round 1"):
+        return clients[client].size("train")
+
+
+def _warn_of_detached_upper_loss(
+    problem: Problem, client: ClientData, device: str, samples: int | None
+) -> None:
+    """Warn if the upper loss has no graph to x or y: all its gradients would be zero."""
+    side = problem.validated(client).val
+    data = repack(side, [tensor[:samples].to(device) for _, tensor in named_tensors(side)])
+    key = torch.zeros((), dtype=torch.int64, device=device)
+    with torch.enable_grad():
+        # Copies of leaves, because a loss may work in place.
+        x, y = (tree.map(lambda t: t.detach().requires_grad_().clone()) for tree in problem.start)
+        if problem.embed is not None:
+            data = problem.embed(x, data, key)
+        value = problem.upper(x, y, data, key)
+    if not value.requires_grad:
+        log.warning(
+            "the upper loss depends on neither x nor y, so that there is nothing to minimise "
+            "(a detach, or torch.no_grad?); fb.check tells more"
+        )

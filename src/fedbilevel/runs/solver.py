@@ -19,6 +19,28 @@ if TYPE_CHECKING:
     from fedbilevel.runs.recorder import Recorder
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in `fb.solve`; it ends a loop around it, as any `KeyboardInterrupt` does.
+
+    Args:
+        result: The outcome up to the last finished iteration, with the status "interrupted".
+
+    Examples:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> try:
+        ...     result = fb.solve(task.problem, task.clients, "simfbo", rounds=5)
+        ... except fb.Interrupted as interrupted:
+        ...     result = interrupted.result
+        >>> result.status
+        'completed'
+    """
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(result.reason)
+        self.result = result
+
+
 def solve(
     problem: Problem,
     clients: Sequence[ClientData],
@@ -75,6 +97,8 @@ def solve(
         TypeError: If an argument has a wrong type.
         FileExistsError: If `out` holds a run and `resume` is false.
         ClientError: If a loss fails on a client's data; the message names the client.
+        Interrupted: If the user presses Ctrl-C. It is a `KeyboardInterrupt`, and its `result` holds
+            x and y after the last finished iteration.
 
     Examples:
         >>> import fedbilevel as fb
@@ -109,6 +133,8 @@ def solve(
         evaluations = _recorder(run, Path(out), resume)
     for _ in evaluations:
         pass
+    if run.status == "interrupted":
+        raise Interrupted(run.result)
     return run.result
 
 
