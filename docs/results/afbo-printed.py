@@ -47,14 +47,18 @@ STEPS = {
     "server_lr_y": 0.5,
     "server_lr_z": 0.2,
 }
-PRINTED = {**STEPS, "name": "afbo", "hypergradient": "printed", "neumann_lr": 0.1}
+PRINTED = {
+    **STEPS,
+    "name": "afbo",
+    "hypergradient": "printed",
+    "neumann_lr": 0.1,
+    "inner_rounds": 5,
+}
 METHODS: dict[str, dict[str, Any]] = {
     "simfbo": {**STEPS, "name": "simfbo"},
     "afbo, linear system (ours)": {**STEPS, "name": "afbo"},
-    "afbo as printed, K = 5": {**PRINTED, "inner_rounds": 5},
-    "afbo as printed, K = 5, products free": {**PRINTED, "inner_rounds": 5, "aphe": "server"},
-    "afbo as printed, K = 1": PRINTED,
-    "afbo as printed, K = 1, products free": {**PRINTED, "aphe": "server"},
+    "afbo as printed, K = 5": PRINTED,
+    "afbo as printed, K = 5, products free": {**PRINTED, "aphe": "server"},
 }
 Job = tuple[str, str, Scales, int]  # method, partition, scales, seed
 

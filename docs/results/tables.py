@@ -390,19 +390,14 @@ TABLES: dict[str, Table] = {
         },
     ),
     "afbo-printed": Table(
-        ["data", "method"],
+        ["method"],
         [
-            Row((partition, method), [f"afbo-printed/{method} {partition}"])
-            for partition, method in product(
-                ("shards", "iid"),
-                (
-                    "simfbo",
-                    "afbo, linear system (ours)",
-                    "afbo as printed, K = 5",
-                    "afbo as printed, K = 5, products free",
-                    "afbo as printed, K = 1",
-                    "afbo as printed, K = 1, products free",
-                ),
+            Row((method,), [f"afbo-printed/{method} shards"])
+            for method in (
+                "simfbo",
+                "afbo, linear system (ours)",
+                "afbo as printed, K = 5",
+                "afbo as printed, K = 5, products free",
             )
         ],
         {"seconds to 90%": to(0.9, "virtual_s"), "of seeds 0, 1, 2": to_of_seeds(0.9, "virtual_s")},
