@@ -29,3 +29,14 @@ def test_afl_averages_the_last_replies_of_all_or_those_that_have_just_arrived(va
         mean = torch.stack([values[f"h{name}"][name] for values in averaged]).mean(0)
         expected = getattr(before, name)[name] - lr * mean
         torch.testing.assert_close(getattr(run.state, name)[name], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["cs", "cd"])
+def test_a_delay_of_at_most_one_iteration_is_a_barrier(variant: Any) -> None:
+    task = fb.tasks.load("quadratic", clients=6, condition=3.0, seed=3)
+    environment = {"delay": fb.delays.LogNormal(1.0, 1.0)}
+    method = AFL(variant=variant, max_delay=1)
+    bounded = iterate(task, method, 5, environment=environment | {"participation": 2})
+    barrier = iterate(task, AFL(variant=variant), 5, environment=environment)
+    torch.testing.assert_close(bounded.state.x, barrier.state.x, rtol=0, atol=1e-12)
+    assert bounded.fed.now == barrier.fed.now

@@ -143,6 +143,22 @@ def test_a_batch_for_each_product_makes_the_estimate_unbiased_and_one_batch_does
     assert (one - full).norm() > 0.01
 
 
+def test_differences_on_fresh_batches_are_the_products_on_them() -> None:
+    task = load_varied(clients=2, samples=6)
+    environment = fb.Environment(batch_size=2)
+
+    def solve(method: type[fb.algorithms.RABO], batch: Any) -> Tensor:
+        settings = {"lr_x": 0.2, "lower_steps": 1, "neumann_lr": 0.5, "neumann_steps": 4}
+        algorithm = method(**settings, hypergradient_batch=batch)
+        result = fb.solve(task.problem, task.clients, algorithm, rounds=6, environment=environment)
+        return result.x["x"]
+
+    exact = solve(fb.algorithms.RABO, "fresh")
+    differences = solve(fb.algorithms.RAFBO, "fresh")
+    torch.testing.assert_close(differences, exact, rtol=0, atol=1e-9)
+    assert (solve(fb.algorithms.RAFBO, "one") - exact).norm() > 1e-3
+
+
 def test_the_products_of_an_estimate_use_their_batches_in_turn() -> None:
     first = one_sample(0, 1)
     A0, B, c = (part[0] for part in first.train)

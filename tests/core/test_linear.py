@@ -366,3 +366,16 @@ def test_conjugate_gradients_stay_where_the_system_is_solved_or_not_positive():
     found = torch.func.vmap(solve)(eigenvalues, b)
     expected = torch.tensor([[0.5, 2.0], [0.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_conjugate_gradients_end_at_the_first_direction_without_positive_curvature():
+    """The residual that is left then has positive curvature, but the method has ended."""
+    eigenvalues = torch.tensor([4.0, 2.0, -1.0], dtype=torch.float64)
+    b = Tree(y=torch.tensor([0.01, 0.03, 0.01], dtype=torch.float64))
+
+    def matvec(v):
+        return v.map(lambda t: eigenvalues * t)
+
+    two, six = (conjugate_gradients(matvec, b, steps)["y"] for steps in (2, 6))
+    assert torch.equal(two, six)
+    assert float(two.norm()) > 0

@@ -128,7 +128,9 @@ def test_neighbouring_streams_are_uncorrelated():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_folding_a_tensor_is_folding_its_number(dtype):
     for number in (0, 5, -1, 2**31 - 1, -(2**31)):
-        assert fold_in(KEY, torch.tensor(number, dtype=dtype)) == fold_in(KEY, number)
+        folded = fold_in(KEY, torch.tensor(number, dtype=dtype))
+        assert folded == fold_in(KEY, number)
+        assert folded.shape == ()
 
 
 @pytest.mark.parametrize("draw", [uniform, normal])

@@ -133,6 +133,25 @@ def test_an_iteration_that_is_interrupted_after_its_last_exchange_is_undone(
     assert torch.equal(interrupted.state.x["x"], whole.state.x["x"])
 
 
+def test_an_iteration_that_is_interrupted_after_its_evaluation_is_undone(
+    task: fb.tasks.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At that moment the evaluation is in the history, and its state is the last good one."""
+    interrupted = six_rounds(task)
+    measure = interrupted._measure
+
+    def interrupt() -> None:
+        measure()
+        if interrupted.fed.iteration == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(interrupted, "_measure", interrupt)
+    list(interrupted)
+    assert interrupted.status == "interrupted"
+    assert [row["iteration"] for row in interrupted.history] == list(range(4))
+    assert interrupted.good_state is interrupted.state
+
+
 def test_an_iteration_that_is_interrupted_in_its_evaluation_is_undone(
     task: fb.tasks.Task,
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from flwr.app import Message
 
+from fedbilevel.algorithms.shared import LowerRound, UpperRound
 from fedbilevel.deploy.flower.wire import encode
 from fedbilevel.federation.conduct import Conduct
 from tests.support.flower import (
@@ -46,6 +47,19 @@ def test_a_node_with_an_invalid_claim_is_refused(
     assert fed.transport.present == [0]
     (line,) = [record.message for record in caplog.records if "node 101 refused" in record.message]
     assert "\n" not in line
+
+
+def test_an_epoch_is_counted_on_the_side_that_its_phase_is_given() -> None:
+    def answer(message: Message, handle: Handler) -> Message:
+        handle(message)
+        return Message(encode(client=1, samples=[10, 4]), reply_to=message)
+
+    grid = FakeGrid(2)
+    grid.behaviours[101] = only_for("query", answer)
+    fed, _ = real_federation(grid, resolve_config(QUADRATIC, **{"task.clients": 2}))
+    fed.weights()
+    assert fed.transport.samples(1, LowerRound(lr_y=0.1).epoch_side) == 10
+    assert fed.transport.samples(1, UpperRound(lr_x=0.1).epoch_side) == 4
 
 
 def test_a_client_that_restarts_is_admitted_once_its_old_node_has_left() -> None:
