@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fedbilevel.core.problem import split_module as split_module
     from fedbilevel.core.process import configure_process as configure_process
     from fedbilevel.core.tree import Tree as Tree
+    from fedbilevel.core.weighting import weighted as weighted
     from fedbilevel.diagnostics.check import check as check
     from fedbilevel.federation import delays as delays
     from fedbilevel.federation import stages as stages
@@ -74,6 +75,7 @@ _HOMES = {
     "split_module": "core.problem:split_module",
     "stages": "federation.stages",
     "tasks": "tasks",
+    "weighted": "core.weighting:weighted",
 }
 __all__ = list(_HOMES)
 

@@ -123,6 +123,21 @@ def test_projected_matrices_go_to_the_constrained_solution() -> None:
     assert outwards[~at_bound].abs().max() < 1e-2
 
 
+def test_a_single_number_keeps_its_dtype_with_constraints() -> None:
+    """Steps are scaled in float64."""
+    problem = fb.Problem(
+        upper=lambda x, y, batch: (y["y"] ** 2).sum(),
+        lower=lambda x, y, batch: ((y["y"] - x["x"]) ** 2).sum(),
+        x={"x": torch.tensor(1.0)},
+        y={"y": torch.ones(2)},
+        project_x=lambda x: x,
+    )
+    data = (torch.zeros(1),)
+    result = fb.solve(problem, [fb.ClientData(data, data)], UniFBO(), rounds=5)
+    assert result.x["x"].dtype == torch.float32
+    assert result.x["x"] != 1
+
+
 def test_the_scale_of_both_losses_does_not_matter() -> None:
     """Only their ratio does, and to z alone."""
     one = Matrices().solve(UniFBO(), rounds=20)

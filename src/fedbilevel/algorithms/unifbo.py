@@ -254,4 +254,5 @@ def whiten(m: Tensor, S: Tensor) -> Tensor:
 def scale_whole(m: Tree, S: Tree) -> Tree:
     """Return sqrt(numel / trace S) m: one step size for all tensors of a tree."""
     total = torch.stack([matrix.trace() for matrix in S.values()]).sum()
-    return m * (m.numel**0.5 / total.clamp(min=TINY).sqrt())  # type: ignore[no-any-return]
+    scale = m.numel**0.5 / total.clamp(min=TINY).sqrt()
+    return m.map(lambda tensor: tensor * scale.to(tensor))
