@@ -124,7 +124,7 @@ def test_projected_matrices_go_to_the_constrained_solution() -> None:
 
 
 def test_a_single_number_keeps_its_dtype_with_constraints() -> None:
-    """Steps are scaled in float64."""
+    """Steps are scaled in float64; the first direction of x is 0."""
     problem = fb.Problem(
         upper=lambda x, y, batch: (y["y"] ** 2).sum(),
         lower=lambda x, y, batch: ((y["y"] - x["x"]) ** 2).sum(),

@@ -255,4 +255,4 @@ def scale_whole(m: Tree, S: Tree) -> Tree:
     """Return sqrt(numel / trace S) m: one step size for all tensors of a tree."""
     total = torch.stack([matrix.trace() for matrix in S.values()]).sum()
     scale = m.numel**0.5 / total.clamp(min=TINY).sqrt()
-    return m.map(lambda tensor: tensor * scale.to(tensor))
+    return m.map(lambda tensor: (tensor.double() * scale).to(tensor))

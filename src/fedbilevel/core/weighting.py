@@ -88,7 +88,7 @@ def weighted(
 
     def lower(x: Tree, y: Tree, data: Data, rng: Tensor) -> Tensor:
         data, number = _without_number(data)
-        (own_weight,) = x[WEIGHTS].gather(0, number[:1])
+        own_weight = x[WEIGHTS].gather(0, number[:1]).squeeze(0)
         return count * own_weight * inner.lower(_without_weights(x), y, data, rng)
 
     def project(x: Tree) -> Tree:
