@@ -222,6 +222,10 @@ def test_products_are_finite_differences_of_the_gradient(case):
 
 CALLS = {
     "directions": (3, lambda oracle, x, y, z, batch: oracle.directions(x, y, z, batch, 0.3)),
+    "penalty_directions": (
+        3,
+        lambda oracle, x, y, z, batch: oracle.penalty_directions(x, y, z, batch, 0.3),
+    ),
     "lower_gradient_y": (1, lambda oracle, x, y, z, batch: oracle.lower_gradient_y(x, y, batch)),
     "upper_gradient_x": (1, lambda oracle, x, y, z, batch: oracle.upper_gradient_x(x, y, batch)),
     "upper_gradient_y": (1, lambda oracle, x, y, z, batch: oracle.upper_gradient_y(x, y, batch)),

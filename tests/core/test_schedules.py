@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedbilevel as fb
-from fedbilevel.core.schedules import Cosine, Power, theory
+from fedbilevel.core.schedules import Cosine, Linear, Power, theory
 
 size = st.floats(1e-6, 10)
 
@@ -25,6 +25,8 @@ size = st.floats(1e-6, 10)
         ),
         (Cosine(0.1, 0.5, 2), {0: 0.1, 1: 0.3, 2: 0.5, 3: 0.5}),
         (Cosine(1.0, 0.5, 1), {0: 1.0, 1: 0.5}),
+        (Linear(2, increase=0.5), {0: 2.0, 1: 2.5, 100: 52.0}),
+        (Linear(2.0, increase=0.5, end=4.0), {0: 2.0, 4: 4.0, 5: 4.0}),
     ],
 )
 def test_a_schedule_has_the_values_of_its_formula(schedule, values):
@@ -59,6 +61,9 @@ def test_cosine_is_monotone_from_start_to_end(start, end, iterations, t):
         (lambda: Power(math.inf), ValueError, "start is inf; it must be finite"),
         (lambda: Power(0.1, power=-1.0), ValueError, "power is -1.0; it must not be negative"),
         (lambda: Power(0.1, after=0), ValueError, "after is 0; it must be above 0"),
+        (lambda: Linear(0.0, 1.0), ValueError, "start is 0.0; it must be above 0"),
+        (lambda: Linear(1.0, -1.0), ValueError, "increase is -1.0; it must not be negative"),
+        (lambda: Linear(1.0, 1.0, end=0), ValueError, "end is 0; it must be above 0"),
         (lambda: Cosine(-0.1, 0.1, 5), ValueError, "start is -0.1; it must be above 0"),
         (lambda: Cosine(0.1, 0.0, 5), ValueError, "end is 0.0; it must be above 0"),
         (lambda: Cosine(0.1, 0.01, 0), ValueError, "iterations is 0; it must be at least 1"),

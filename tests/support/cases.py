@@ -241,6 +241,59 @@ def one_round(evaluations: Callable[[int], int]) -> Cost:
     return cost
 
 
+# Penalty methods
+
+
+def penalty_directions(
+    m: Matrices, penalty: float, x: Tensor, y: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_x, d_y and d_u."""
+    A, B, c, e, t, D = m
+    d_x = x - t + D.T @ u - penalty * B.T @ (u - y)
+    return d_x, A @ y - B @ x - c, A @ u - B @ x - c + (u - e + D @ x) / penalty
+
+
+def f2sa(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) -> Pair:
+    """All steps are the server's."""
+    x, y, u = start_xyz(m)
+    for _ in range(iterations):
+        for _ in range(h["inner_rounds"]):
+            _, d_y, d_u = penalty_directions(m, h["penalty"], x, y, u)
+            y = y - h["lr_y"] * d_y
+            u = u - h["lr_u"] * d_u
+        x = x - h["lr_x"] * penalty_directions(m, h["penalty"], x, y, u)[0]
+    return x, y
+
+
+def f2sa_cost(steps: Sequence[int], x: int, y: int) -> Counts:
+    """T = 2 exchanges of two directions like y, and one of a direction like x."""
+    n = len(steps)
+    T = 2
+    return T + 1, n * (T + 1) * (x + 2 * y), n * (T * 2 * y + x), n * 3 * (T + 1)
+
+
+def memfbo(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) -> Pair:
+    """With one client: the mean of its directions along the local path; MeFBO has an envelope."""
+    x, y, u = start_xyz(m)
+    for _ in range(iterations):
+        local = [x, y, u]
+        path = []
+        for _ in range(steps):
+            d_x, d_y, d_u = penalty_directions(m, h["penalty"], *local)
+            if "envelope" in h:
+                pull = (local[2] - local[1]) / h["envelope"]
+                d_y = d_y - pull
+                d_u = d_u - pull
+            path.append((d_x, d_y, d_u))
+            for j, name in enumerate("xyu"):
+                local[j] = local[j] - h[f"lr_{name}"] * path[-1][j]
+        hx, hy, hu = (torch.stack(d).mean(0) for d in zip(*path, strict=True))
+        x = x - h["server_lr_x"] * hx
+        y = y - h["server_lr_y"] * hy
+        u = u - h["server_lr_u"] * hu
+    return x, y
+
+
 # FedBiO
 
 
@@ -704,6 +757,19 @@ _AFL = {
     "neumann_lr": 1.0,
     "neumann_steps": 5,
 }
+# The solution is O(1 / penalty) away: hence the tolerances. tests/algorithms/test_memfbo.py has the
+# closed form at a fixed penalty.
+_F2SA = {"lr_x": 0.06, "lr_y": 0.4, "lr_u": 0.4, "penalty": 100.0, "inner_rounds": 2}
+_MEMFBO = {
+    "lr_x": 0.02,
+    "lr_y": 0.1,
+    "lr_u": 0.1,
+    "server_lr_x": 0.06,
+    "server_lr_y": 0.4,
+    "server_lr_u": 0.4,
+    "penalty": 1e3,
+}
+_MEFBO = _MEMFBO | {"lr_u": 0.05, "server_lr_u": 0.3, "penalty": 50.0, "envelope": 1.0}
 _FEDBIO = {"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0}
 _DOUBLE_LOOP = {"lr_y": 0.5, "neumann_lr": 1.0, "lower_steps": None, "upper_steps": None}
 _NESTED = {"lr_x": 0.2, "inner_rounds": 2, "neumann_steps": 25, **_DOUBLE_LOOP}
@@ -800,6 +866,9 @@ CASES = {
         rounds=3 * 100,
         goal=goal_of_local_methods,
     ),
+    "f2sa": Case(_F2SA, f2sa, f2sa_cost, rounds=3 * 200, tolerance=0.02),
+    "memfbo": Case(_MEMFBO, memfbo, one_round(_every_step), tolerance=2e-3),
+    "mefbo": Case(_MEFBO, memfbo, one_round(_every_step), rounds=800, tolerance=0.06),
     "fedbio": Case(_FEDBIO, fedbio, one_round(_every_step)),
     "fedbioacc": Case(
         _FEDBIO | {"momentum_weight": 0.7},

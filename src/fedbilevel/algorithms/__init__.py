@@ -12,6 +12,7 @@ from fedbilevel.algorithms.afl import AFL
 from fedbilevel.algorithms.aggitd import AggITD
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO
 from fedbilevel.algorithms.base import Algorithm, State
+from fedbilevel.algorithms.f2sa import F2SA
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
 from fedbilevel.algorithms.fedmbo import FedMBO
@@ -21,6 +22,8 @@ from fedbilevel.algorithms.fiarse import FIARSE, FIARSEStructured
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.localbsg import LocalBSGM, LocalBSGVR
 from fedbilevel.algorithms.maml import MAML
+from fedbilevel.algorithms.mefbo import MeFBO
+from fedbilevel.algorithms.memfbo import MemFBO
 from fedbilevel.algorithms.oap import OAP, OAPStructured
 from fedbilevel.algorithms.protonet import ProtoNet
 from fedbilevel.algorithms.rabo import RABO, RAFBO
@@ -35,6 +38,7 @@ __all__ = [
     "AFBO",
     "AFL",
     "ASFBO",
+    "F2SA",
     "FIARSE",
     "LAASFBO",
     "MAML",
@@ -56,6 +60,8 @@ __all__ = [
     "LFedNest",
     "LocalBSGM",
     "LocalBSGVR",
+    "MeFBO",
+    "MemFBO",
     "Message",
     "Number",
     "OAPStructured",

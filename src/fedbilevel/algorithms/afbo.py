@@ -62,6 +62,21 @@ class LatestReplies(NamedTuple):
         ages = [iteration - asked for asked, _ in self.replies.values()]
         return sum(ages) / len(ages)
 
+    def scaled_means(self, likes: Mapping[str, Tree], t: int) -> tuple[Trees, float]:
+        """Return the means of values over all clients, and the scale of steps along them.
+
+        Args:
+            likes: For the name of each value, a tree of its shape and dtype.
+            t: The iteration.
+
+        Returns:
+            The means, and 1 / sqrt(1 + the mean age); zeros and 0 before the first reply.
+        """
+        if not self.weight:
+            return {name: zeros_like(like) for name, like in likes.items()}, 0.0
+        means = {name: self.mean(name, like) for name, like in likes.items()}
+        return means, (1 + self.mean_age(t)) ** -0.5
+
     def with_replies(self, replies: Iterable[Reply], iteration: int) -> LatestReplies:
         """Return the memory with each of these replies in place of its client's last one."""
         sums = dict(self.sums)

@@ -219,10 +219,8 @@ class UniFBO(Algorithm):
         r = fed.collect()
         latest = LatestReplies(*s.latest).with_replies(r, fed.iteration)
         s = s._replace(latest=latest.as_tuple(), idle=r.idle)
-        if not latest.weight:  # no reply has been accepted yet
-            return s, (zeros_like(s.x), zeros_like(s.y), zeros_like(s.z)), 0.0
-        h = (latest.mean("hx", s.x), latest.mean("hy", s.y), latest.mean("hz", s.z))
-        return s, h, (1 + latest.mean_age(fed.iteration)) ** -0.5
+        h, scale = latest.scaled_means({"hx": s.x, "hy": s.y, "hz": s.z}, fed.iteration)
+        return s, (h["hx"], h["hy"], h["hz"]), scale
 
 
 def wide_matrix(tensor: Tensor) -> Tensor:

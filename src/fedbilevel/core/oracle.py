@@ -39,6 +39,20 @@ class Directions(NamedTuple):
     z: Tree
 
 
+class PenaltyDirections(NamedTuple):
+    """The three directions of a penalty method at (x, y, u); see `Oracle.penalty_directions`.
+
+    Attributes:
+        x: d_x, the gradient in x of f(x, u) + penalty (g(x, u) - g(x, y)).
+        y: d_y = grad_y g at y.
+        u: d_u = grad_y g + grad_y f / penalty at u.
+    """
+
+    x: Tree
+    y: Tree
+    u: Tree
+
+
 class FeatureBatch(Batch):
     """A batch of features, that is of embedded data: a constant, without derivatives in x."""
 
@@ -229,6 +243,64 @@ class Oracle:
         else:
             d_z = -minus_d_z
         return Directions(d_x, d_y, d_z)
+
+    def penalty_directions(
+        self, x: Tree, y: Tree, u: Tree, batch: Batch, penalty: float
+    ) -> PenaltyDirections:
+        """The three directions of a penalty method, from first derivatives alone.
+
+            d_x = grad_x f(x, u) + penalty (grad_x g(x, u) - grad_x g(x, y))
+            d_y = grad_y g(x, y)
+            d_u = grad_y g(x, u) + grad_y f(x, u) / penalty
+
+        Without `Problem.embed`, the three losses are differentiated one after another, so that
+        only one of their graphs is in memory; with it, they share one pass through the backbone.
+        Costs 3 gradients.
+
+        Args:
+            x: Upper variables.
+            y: Lower variables, an estimate of the minimiser of g.
+            u: Lower variables, an estimate of the minimiser of g + f / penalty.
+            batch: A batch with both sides.
+            penalty: The weight of the lower loss, above 0.
+
+        Returns:
+            d_x, a tree like x; d_y and d_u, trees like y.
+
+        Examples:
+            >>> import torch
+            >>> import fedbilevel as fb
+            >>> from fedbilevel.core.oracle import Oracle
+            >>> problem = fb.Problem(
+            ...     upper=lambda x, y, batch: 0.5 * (y["y"] ** 2).sum(),
+            ...     lower=lambda x, y, batch: 0.5 * ((y["y"] - x["x"]) ** 2).sum(),
+            ...     x={"x": torch.tensor([1.0])},
+            ...     y={"y": torch.tensor([3.0])},
+            ... )
+            >>> data = (torch.zeros(1),)
+            >>> u = fb.Tree(y=torch.tensor([2.0]))
+            >>> d = Oracle(problem).penalty_directions(*problem.start, u, fb.Batch(data, data), 4.0)
+            >>> d.x, d.y, d.u
+            ({'x': tensor([4.])}, {'y': tensor([2.])}, {'y': tensor([1.5000])})
+        """
+        if self.problem.embed is None:
+            f_x, f_u = self.upper_gradients(x, u, batch)
+            g_x, g_u = self.lower_gradients(x, u, batch)
+            g_x_at_y, d_y = self.lower_gradients(x, y, batch)
+            d_x = f_x + penalty * (g_x - g_x_at_y)
+            return PenaltyDirections(d_x, d_y, g_u + f_u / penalty)
+        self.gradients += 3
+
+        def lagrangian(x: Tree, y: Tree, u: Tree) -> Tensor:
+            features = self._embed_sides_together(x, _differentiable(batch))
+            if not isinstance(features, FeatureBatch):
+                train, val = (self._data(x, features, level) for level in (LOWER, UPPER))
+                features = FeatureBatch(train, val, features.rng)
+            gap = self.lower(x, u, features) - self.lower(x, y, features)
+            return self.upper(x, u, features) + penalty * gap
+
+        d_x, by_y, by_u = grad(lagrangian, argnums=(0, 1, 2))(x, y, u)
+        return PenaltyDirections(d_x, -by_y / penalty, by_u / penalty)
 
     def lower_gradient_y(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """grad_y g. Costs 1 gradient.

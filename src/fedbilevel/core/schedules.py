@@ -98,7 +98,47 @@ class Cosine:
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * progress)) / 2
 
 
-KINDS: dict[str, type[Power] | type[Cosine]] = {"power": Power, "cosine": Cosine}
+@dataclass(frozen=True)
+class Linear:
+    """Linear growth: min(start + increase t, end) at iteration t; for a penalty.
+
+    In an experiment: `penalty = { schedule = "linear", start = 2.0, increase = 0.05 }`.
+
+    Args:
+        start: The value at t = 0.
+        increase: What is added in each iteration.
+        end: The largest value; None is no limit.
+
+    Raises:
+        TypeError: An argument is not a number.
+        ValueError: `start` or `end` is not above 0, or `increase` is negative.
+
+    Examples:
+        >>> schedule = Linear(2.0, increase=0.5, end=4.0)
+        >>> [schedule(t) for t in (0, 1, 9)]
+        [2.0, 2.5, 4.0]
+    """
+
+    start: Positive
+    increase: NonNegative
+    end: Positive | None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+
+    def __call__(self, t: int) -> float:
+        """Return the value at iteration t."""
+        value = self.start + self.increase * t
+        if self.end is not None:
+            value = min(value, self.end)
+        return float(value)
+
+
+KINDS: dict[str, type[Power] | type[Cosine] | type[Linear]] = {
+    "power": Power,
+    "cosine": Cosine,
+    "linear": Linear,
+}
 
 
 class _ScheduleRule(settings.Rule):
