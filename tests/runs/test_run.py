@@ -10,7 +10,10 @@ import pytest
 import torch
 
 import fedbilevel as fb
+from fedbilevel.core.linear import UnsolvedError
+from fedbilevel.core.tree import flatten
 from fedbilevel.runs.run import Run
+from tests.support.cases import CASES
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,30 @@ def test_a_run_far_above_its_first_upper_loss_has_diverged(task: fb.tasks.Task) 
     assert result.status == "diverged"
     assert "upper_loss" in result.reason
     assert "times its start" in result.reason
+
+
+@pytest.mark.parametrize("name", ["adbo", "afbo", "aggitd", "fednest", "rabo", "simfbo", "unifbo"])
+@pytest.mark.parametrize("lr", [1e30, 1e200])
+def test_a_step_so_long_that_it_cannot_be_evaluated_is_a_divergence(
+    name: str, lr: float, task: fb.tasks.Task
+) -> None:
+    """The task evaluates a hypergradient, for which the lower level must be solved."""
+    method = fb.algorithms.get(name)
+    step = "server_lr_x" if hasattr(method, "server_lr_x") else "lr_x"
+    wild = method(**{**CASES[name].settings, step: lr})
+    result = fb.solve(task.problem, task.clients, wild, rounds=4, evaluate=task.evaluate)
+    assert result.status == "diverged"
+    assert result.reason.startswith("round ")
+    assert flatten(result.x).abs().max() < 1e6  # of the last evaluation before
+    assert "hypergradient_norm" in result.history[0]
+
+
+def test_a_start_that_cannot_be_evaluated_is_an_error(task: fb.tasks.Task) -> None:
+    def evaluate(x: fb.Tree, y: fb.Tree) -> dict[str, float]:
+        raise UnsolvedError("not solved")
+
+    with pytest.raises(UnsolvedError, match="not solved"):
+        fb.solve(task.problem, task.clients, "simfbo", rounds=2, evaluate=evaluate)
 
 
 def test_a_run_that_diverges_while_it_is_stopped_has_diverged(task: fb.tasks.Task) -> None:

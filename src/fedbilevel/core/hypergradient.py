@@ -19,7 +19,7 @@ from torch.func import jacrev
 
 from fedbilevel.core import checks
 from fedbilevel.core.derivatives import grad
-from fedbilevel.core.linear import CG, MatVec, Solution, Solver
+from fedbilevel.core.linear import CG, MatVec, Solution, Solver, UnsolvedError
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, ClientData, Problem, client_weights
 from fedbilevel.core.rng import normal, root
@@ -98,7 +98,7 @@ class PooledProblem:
         pivots = factor.diagonal() ** 2
         rounding = 10 * size * torch.finfo(H.dtype).eps * float(pivots.max())
         if failed or not float(pivots.min()) > rounding:
-            raise ValueError(
+            raise UnsolvedError(
                 "the Hessian of the lower level is not positive definite "
                 "(is it strongly convex in y?)"
             )
@@ -182,7 +182,7 @@ def _solve_lower(pooled: PooledProblem, x: Tree, method: Method) -> Tree:
             break
         y = y - fraction * step
         previous = length
-    raise ValueError(
+    raise UnsolvedError(
         f"the lower level was not solved: ||grad_y G|| is {float(norm(g_y)):.3g} and a Newton step "
         f"has length {length:.3g} (is it strongly convex in y?)"
     )
@@ -305,7 +305,7 @@ def hypergradient(
     solution = linear_solver(pooled.hessian(x, y), f_y)
     limit = max(1e-6, 1e3 * torch.finfo(next(iter(y.values())).dtype).eps)
     if solver is None and not solution.residual <= limit:
-        raise ValueError(
+        raise UnsolvedError(
             f"method {method!r} left a residual of {solution.residual:.3g} in the linear system, "
             f"more than {limit:.0e}; use 'exact' or 'cg' "
             "(and is the lower level strongly convex in y?)"

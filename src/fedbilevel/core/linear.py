@@ -25,6 +25,20 @@ MatVec = Callable[[Tree], Tree]
 T = TypeVar("T")
 
 
+class UnsolvedError(ValueError):
+    """A linear system, or a lower level, has no solution that could be found at this point.
+
+    An evaluation that raises it after the first iteration ends a run as "diverged".
+
+    Examples:
+        >>> import torch
+        >>> import fedbilevel as fb
+        >>> fb.linear.CG()(lambda v: -v, fb.Tree(y=torch.ones(1)))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        fedbilevel.core.linear.UnsolvedError: CG met curvature -1 at step 0: ...
+    """
+
+
 class Solution(NamedTuple):
     """What a linear solver returns.
 
@@ -131,7 +145,7 @@ class CG:
             hp = matvec(p)
             curvature = float(dot(p, hp))
             if not curvature > 0:
-                raise ValueError(
+                raise UnsolvedError(
                     f"CG met curvature {curvature:.3g} at step {step}: the matrix is not positive "
                     "definite (is the lower level strongly convex in y?)"
                 )

@@ -189,6 +189,9 @@ NonNegative = Annotated[float, Rule("number, at least 0", checks.non_negative)]
 Fraction = Annotated[float, Rule("number in (0, 1]", checks.fraction)]
 """A number above 0 and at most 1, such as a share of the clients."""
 
+Factor = Annotated[float, within("at least 1", lambda value: value >= 1)]
+"""A number, at least 1, that multiplies something."""
+
 Probability = Annotated[float, within("in [0, 1]", lambda value: 0 <= value <= 1)]
 """A number from 0 to 1."""
 

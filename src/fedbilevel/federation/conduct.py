@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedbilevel.core import settings
-from fedbilevel.core.settings import Count, Positive
+from fedbilevel.core.settings import Count, Factor, Positive
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,9 @@ class Conduct:
             later reply is ignored.
         norm_bound: The largest Euclidean norm of a tree in a reply; a longer one is clipped to it,
             as by `fedbilevel.stages.Clip`. None: replies are not clipped.
+        norm_factor: A reply is refused if a value in it is this many times longer than the median
+            of what clients have replied so far, so that a lie has to be about as long as honest
+            replies are. None: no reply is too long.
         strikes: How many replies of a client are refused before it is given no more tasks for the
             rest of the run.
         start_clients: How many clients must have joined before round 1. None: all of them.
@@ -37,6 +40,7 @@ class Conduct:
 
     deadline_s: Positive = 600.0
     norm_bound: Positive | None = None
+    norm_factor: Factor | None = 100.0
     strikes: Count = 3
     start_clients: Count | None = None
     wait_s: Positive = 3600.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbilevel.core import checks, settings
 from fedbilevel.core.rng import fold_in, integers
-from fedbilevel.core.settings import Count, Fraction, Positive, Rule
+from fedbilevel.core.settings import Count, Factor, Fraction, Positive, Rule
 from fedbilevel.federation.delays import DelayModel, Faults, Stragglers, Trace
 from fedbilevel.federation.stages import Stages
 
@@ -96,6 +96,11 @@ class Environment:
             for all, or a list that is dealt to the clients in turn.
         capacity_y: The same for the axes that only tensors of y have. None: `capacity`.
         stages: The transformations that messages and replies go through (`fedbilevel.stages`).
+        norm_factor: A reply is refused if a value in it is this many times longer than the median
+            of what clients have replied so far. None: no reply is too long; on Flower,
+            `conduct.norm_factor`.
+        strikes: How many replies of a client are refused before it is given no more tasks for the
+            rest of the run. None: any number; on Flower, `conduct.strikes`.
 
     Raises:
         ValueError: A value is out of its range, `stragglers`, `deadline` or `faults.leave` is given
@@ -124,6 +129,8 @@ class Environment:
     capacity: Capacity = 1.0
     capacity_y: Capacity | None = None
     stages: Stages = ()
+    norm_factor: Factor | None = None
+    strikes: Count | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)

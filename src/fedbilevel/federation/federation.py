@@ -29,6 +29,7 @@ from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import QuorumError, Replies
+from fedbilevel.federation.screening import FEWEST, Screen
 from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 
@@ -122,6 +123,9 @@ class Federation:
         # The replies of the last `ask` until they are checked, and how many clients were asked.
         self.pending: tuple[int, Replies] | None = None
         self.deferred_quorum_error = ""
+        self.screen: Screen | None = None
+        if self.environment.norm_factor is not None:
+            self.screen = Screen(self.environment.norm_factor)
 
     def __len__(self) -> int:
         """The number of registered clients."""
@@ -166,6 +170,7 @@ class Federation:
             >>> len(set(fed.sample()))
             3
         """
+        self._check_exclusions()
         unavailable = self.transport.unavailable(self.environment.min_replies, self.in_flight)
         size = self.environment.cohort_size(len(self))
         self.cohorts += 1
@@ -241,6 +246,9 @@ class Federation:
         tasks = self.assigner.assign(
             phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration
         )
+        excluded = self.transport.excluded
+        if excluded:
+            tasks = [task for task in tasks if task.client not in excluded]
         replies = self._start_round(phase)
         reports: Iterable[Report] = itertools.chain(
             self.transport.send(tasks, True), self.transport.receive(tasks, len(tasks))
@@ -249,10 +257,11 @@ class Federation:
             reports = _in_client_order(reports)
         for report in reports:
             self._handle_report(report, replies)
+        replies.compare()
         replies.idle = [task.client for task in sorted(tasks, key=_end_time)]
         # While these replies are computed on a GPU, those of the last `ask` are checked.
         self.check_pending()
-        self.pending = len(tasks), replies
+        self.pending = len(clients), replies
         if not replies.has_pending:
             self.check_pending()
         self.record(**replies.coverage())
@@ -331,6 +340,7 @@ class Federation:
         Examples:
             See `post`.
         """
+        self._check_exclusions()
         if not self.in_flight:
             raise RuntimeError(
                 "nothing is in flight, so nothing can be collected; post a task first"
@@ -338,7 +348,11 @@ class Federation:
         if count is None:
             count = self.environment.cohort_size(len(self))
         checks.integer("count", count, least=1)
-        replies = self._start_round(next(iter(self.in_flight.values())).broadcast.phase)
+        phase = next(iter(self.in_flight.values())).broadcast.phase
+        if self.screen is not None and not self.screen.has_seen(phase.name):
+            # Nobody knows yet how long a reply is: the first ones are compared with each other.
+            count = max(count, min(FEWEST, len(self.in_flight)))
+        replies = self._start_round(phase)
         while self.in_flight and len(replies) < count:
             reports = list(self.transport.receive(None, count - len(replies)))
             if not reports:
@@ -351,6 +365,7 @@ class Federation:
                 replies.idle.append(task.client)
             for report in reports:
                 self._handle_report(report, replies)
+            replies.compare()
         self._count_refused(replies)
         self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:
@@ -360,7 +375,15 @@ class Federation:
 
     def _start_round(self, phase: Phase) -> Replies:
         self.ledger.book(events.RoundStarted(phase.name))
-        return Replies(f"phase {phase.name!r}, round {self.ledger.rounds}", phase, self.problem)
+        label = f"phase {phase.name!r}, round {self.ledger.rounds}"
+        return Replies(label, phase, self.problem, self.screen)
+
+    def _check_exclusions(self) -> None:
+        """Raise a `QuorumError` if too few clients are left that may be asked."""
+        excluded = self.transport.excluded
+        needed = self.environment.min_replies
+        if len(self) - len(excluded) < needed:
+            raise QuorumError(f"clients {sorted(excluded)} were excluded, {needed} are needed")
 
     def _handle_report(self, report: Report, replies: Replies | None) -> None:
         """Book what a transport reports, and hand replies that arrived to `replies`."""
@@ -500,7 +523,13 @@ class Federation:
         state["pending"] = self.pending
         state["transport"] = self.transport.mark()
         state["tasks"] = self.assigner.tasks_made
+        state["norms"] = self._norms()
         return state
+
+    def _norms(self) -> dict[str, Any]:
+        if self.screen is None:
+            return {}
+        return self.screen.plain()
 
     def rollback(self, mark: Mapping[str, Any]) -> None:
         """Undo everything since the mark."""
@@ -508,6 +537,8 @@ class Federation:
         self.transport.rollback(mark["transport"])
         self.pending = mark["pending"]
         self.assigner.tasks_made = mark["tasks"]
+        if self.screen is not None:
+            self.screen.restore(mark["norms"])
         for name in self.KEPT:
             setattr(self, name, copy(mark[name]))
 
@@ -527,6 +558,7 @@ class Federation:
             "recorded": recorded,
             "heard": sorted(self.heard),
             "tasks": self.assigner.tasks_made,
+            "norms": self._norms(),
             "in_flight": self.assigner.tasks_to_dict(list(self.in_flight.values())),
             "transport": self.transport.snapshot(),
         }
@@ -538,6 +570,8 @@ class Federation:
         self.ledger = Ledger.from_dict(snapshot["ledger"])
         self.heard = set(snapshot["heard"])
         self.assigner.tasks_made = snapshot["tasks"]
+        if self.screen is not None:
+            self.screen.restore(snapshot["norms"])
         tasks = self.assigner.tasks_from_dict(snapshot["in_flight"], self.device)
         self.in_flight = {task.client: task for task in tasks}
         self.transport.restore(snapshot["transport"], self.in_flight)

@@ -23,6 +23,7 @@ from fedbilevel.core.submodels import Submodel
 from fedbilevel.core.tree import Tree, flatten, is_finite, unflatten, zeros_like
 from fedbilevel.federation.kinds import reply_mismatch, templates, unflatten_value
 from fedbilevel.federation.phase import Phase
+from fedbilevel.federation.screening import Screen, stack_norms
 from fedbilevel.federation.stacks import reply_at, weighted_sum
 from fedbilevel.federation.stages import decode_values
 from fedbilevel.federation.task import Broadcast, Results, Sums, Values
@@ -78,6 +79,14 @@ class _Pending(NamedTuple):
     finite: Callable[[], Tensor]  # `Sums.finite`; waits for the device that computes it
 
 
+class _Candidates(NamedTuple):
+    """Replies of the declared shapes that are yet to be compared with each other."""
+
+    replies: Sequence[Reply]
+    stack: Values
+    submodel: Submodel | None
+
+
 class Replies:
     """The accepted replies of one exchange.
 
@@ -101,6 +110,7 @@ class Replies:
         label: The exchange in words, for messages: phase and round.
         phase: What the clients did; it declares the kinds of their values.
         problem: Has the shapes of x and y.
+        screen: Refuses replies that are too long; None: no reply is.
 
     Attributes:
         idle: The clients whose tasks have ended, with or without a reply, in the order of ending.
@@ -122,10 +132,14 @@ class Replies:
         1.0
     """
 
-    def __init__(self, label: str, phase: Phase, problem: Problem) -> None:
+    def __init__(
+        self, label: str, phase: Phase, problem: Problem, screen: Screen | None = None
+    ) -> None:
         self.label = label
         self.phase = phase
         self.problem = problem
+        self.screen = screen
+        self._candidates: list[_Candidates] = []
         self.idle: list[int] = []
         self.refused: list[str] = []
         self.refused_clients: list[int] = []
@@ -258,11 +272,37 @@ class Replies:
             why = reply_mismatch(
                 values, self.phase.reply, self.problem, broadcast.submodel, len(replies)
             )
-        if why is None:
+        if why is not None:
+            for reply in replies:
+                self.refuse(reply.client, why)
+        elif self.screen is not None:
+            self._candidates.append(_Candidates(replies, values, broadcast.submodel))
+        else:
             self.add_stack(replies, values, broadcast.submodel)
+
+    def compare(self) -> None:
+        """Add the replies that wait for being compared, and refuse those that are too long."""
+        if self.screen is None or not self._candidates:
             return
-        for reply in replies:
-            self.refuse(reply.client, why)
+        norms: dict[str, list[float]] = defaultdict(list)
+        for candidates in self._candidates:
+            for name, value in candidates.stack.items():
+                if each := stack_norms(value):
+                    norms[name] += each
+        reasons = iter(self.screen.judge(self.phase.name, norms)) if norms else iter(())
+        for replies, stack, submodel in self._candidates:
+            credible = []
+            for index, reply in enumerate(replies):
+                why = next(reasons, None)
+                if why is None:
+                    credible.append(index)
+                else:
+                    self.refuse(reply.client, why)
+            if credible:
+                chosen = [replies[index] for index in credible]
+                part = pytree.tree_map(lambda t, rows=credible: t[rows], stack)
+                self.add_stack(chosen, part, submodel)
+        self._candidates = []
 
     def _decode(self, payload: Values, broadcast: Broadcast) -> tuple[Values, str | None]:
         """Decode a stack of replies: the values and None, or the payload and what went wrong."""

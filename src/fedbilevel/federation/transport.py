@@ -180,6 +180,14 @@ class Transport(ABC):
         """
         return busy
 
+    @property
+    def excluded(self) -> Collection[int]:
+        """The clients that were put aside after too many refused replies.
+
+        An `ask` leaves them out; a task that is posted to one is reported as missed.
+        """
+        return ()
+
     def notify_refused(self, clients: Sequence[int]) -> None:
         """Learn that replies of these clients were not accepted; one entry per reply."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedbilevel.core.codec import pack, unpack
 
-VERSION = "4"
+VERSION = "5"
 
 
 def save(path: Path, value: object) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.core import checks, ranks
+from fedbilevel.core.linear import UnsolvedError
 from fedbilevel.core.process import relaxed_garbage_collection
 from fedbilevel.core.tree import Tree, is_finite
 from fedbilevel.federation import Federation, QuorumError
@@ -265,11 +266,17 @@ class Run:
         metrics["wall_s"] = self.fed.ledger.wall_s
         metrics |= ranks.on_first_rank(lambda: self.fed.transport.losses(x, y))
         metrics |= self.fed.records()
+        reason = self._divergence(metrics)
         evaluate = self.evaluate
-        if evaluate and is_finite((x, y)):
-            metrics |= ranks.on_first_rank(lambda: _numbers(evaluate(x, y)))
+        if evaluate and not reason:
+            try:
+                metrics |= ranks.on_first_rank(lambda: _numbers(evaluate(x, y)))
+            except UnsolvedError as error:
+                if not self.history:
+                    raise
+                reason = str(error)
         self.history.append(metrics)
-        if self.status == "completed" and (reason := self._divergence(metrics)):
+        if self.status == "completed" and reason:
             self._end("diverged", f"round {metrics['round']}: {reason}")
         if self.status == "completed":
             self.good_state = self.state
@@ -284,7 +291,7 @@ class Run:
             if not is_finite(metrics[name]):
                 return f"{name} is not finite"
         loss = metrics["upper_loss"]
-        start = abs(self.history[0]["upper_loss"])
+        start = abs((self.history or [metrics])[0]["upper_loss"])
         if start > 0 and loss > DIVERGENCE_FACTOR * start:
             return f"upper_loss is {loss:.3g}, more than {DIVERGENCE_FACTOR:.0e} times its start"
         return ""

@@ -23,6 +23,7 @@ from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution.executor import Executor
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Side
+from fedbilevel.federation.screening import Strikes
 from fedbilevel.federation.stacks import reply_at, stack_replies
 from fedbilevel.federation.task import Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
@@ -100,11 +101,21 @@ class VirtualClock(Transport):
         self.scheduled: list[Outcome] = []  # a heap: what becomes of posted tasks, earliest first
         self.free_at: dict[int, float] = {}  # when a client that is busy or away can begin a task
         self.outcomes = OutcomeSampler(environment, clients, seed)
+        self.strikes = Strikes(environment.strikes)
 
     @property
     def now(self) -> float:
         """Virtual seconds since the run began."""
         return self._now
+
+    @property
+    def excluded(self) -> Collection[int]:
+        """The clients that were put aside after `Environment.strikes` refused replies."""
+        return self.strikes.excluded
+
+    def notify_refused(self, clients: Sequence[int]) -> None:
+        """Count refused replies."""
+        self.strikes.count(clients)
 
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:
         """The global upper and lower loss; see `Transport.losses`."""
@@ -121,16 +132,23 @@ class VirtualClock(Transport):
         delays everyone always is.
         """
         self.free_at = {client: time for client, time in self.free_at.items() if time > self.now}
-        missing = needed - (self.clients - len(self.free_at))
+        waiting = [time for client, time in self.free_at.items() if client not in self.excluded]
+        missing = needed - (self.clients - len(self.excluded) - len(waiting))
         if missing > 0:
-            self._now = sorted(self.free_at.values())[missing - 1]
-        return {client for client, time in self.free_at.items() if time > self.now}
+            self._now = sorted(waiting)[missing - 1]
+        away = {client for client, time in self.free_at.items() if time > self.now}
+        return away.union(self.excluded)
 
     def send(self, tasks: Sequence[Task], barrier: bool) -> Iterator[Report]:
         """Hand over tasks; without a barrier, what becomes of them is drawn now."""
+        excluded = [task for task in tasks if task.client in self.excluded]
+        tasks = [task for task in tasks if task.client not in self.excluded]
         yield Departed(tasks)
         if barrier:
             return
+        for task in excluded:
+            self.flights[task.client] = Flight(task)
+            heapq.heappush(self.scheduled, Outcome(self.now, task.number, 0, task.client, True))
         outcomes = self.outcomes.draw_outcomes(tasks, self.now, float("inf"), self.free_at)
         if not outcomes:  # there are neither delays nor faults
             outcomes = [Outcome(self.now, task.number, 0, task.client, False) for task in tasks]
@@ -198,11 +216,12 @@ class VirtualClock(Transport):
                 arrived.append(outcome.client)
                 continue
             cost = None
-            if task.broadcast.remembers:
+            excluded = outcome.client in self.excluded
+            if task.broadcast.remembers and not excluded:
                 self._compute([outcome.client])
                 cost = self.flights[outcome.client].cost
             del self.flights[outcome.client]
-            yield Missed(task, cost)
+            yield Missed(task, cost, excluded)
         self._compute(arrived)
         groups: dict[int, list[Flight]] = {}
         for client in arrived:
@@ -231,6 +250,8 @@ class VirtualClock(Transport):
         broadcast = tasks[0].broadcast
         if broadcast.stages or (lost and broadcast.remembers):
             return False
+        if self.environment.norm_factor is not None:  # single replies are compared
+            return False
         return broadcast.phase.summed
 
     @contextmanager
@@ -253,11 +274,12 @@ class VirtualClock(Transport):
             dict(self.uncomputed),
             list(self.scheduled),
         )
-        return state, self.executor.mark()
+        return state, self.executor.mark(), self.strikes.plain()
 
     def rollback(self, mark: Any) -> None:
         """Undo everything since the mark."""
-        (now, free_at, flights, uncomputed, scheduled), executor = mark
+        (now, free_at, flights, uncomputed, scheduled), executor, strikes = mark
+        self.strikes.restore(strikes)
         self._now = now
         self.free_at = dict(free_at)
         self.flights = dict(flights)
@@ -278,6 +300,7 @@ class VirtualClock(Transport):
             "uncomputed": list(self.uncomputed),
             "scheduled": [tuple(outcome) for outcome in self.scheduled],
             "computed": computed,
+            "strikes": self.strikes.plain(),
             "executors": ranks.all_gather(self.executor.snapshot()),
         }
 
@@ -292,6 +315,7 @@ class VirtualClock(Transport):
             reply = pytree.tree_map(lambda t: t.to(self.device), values)
             packed = pack(stack_replies([reply]))
             self.flights[client] = Flight(tasks[client], packed, TaskCost(*cost))
+        self.strikes.restore(snapshot["strikes"])
         self.executor.restore(snapshot["executors"])
 
     def store_in(self, folder: Path) -> None:

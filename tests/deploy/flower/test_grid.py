@@ -29,7 +29,7 @@ def test_a_reply_that_flower_cannot_read_is_refused() -> None:
     )
     fed, run = real_federation(grid, resolve_config(QUADRATIC))
     run.advance()
-    assert fed.transport.refusals == {2: 1}
+    assert fed.transport.strikes.refusals == {2: 1}
 
 
 @pytest.mark.parametrize("repeats", [1, 500])

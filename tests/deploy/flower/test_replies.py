@@ -191,7 +191,7 @@ def test_a_reply_in_double_precision_does_not_promote_the_others(
     grid.behaviours[101] = change_reply(to_double)
     fed, run = real_federation(grid, resolve_config(table), Conduct(norm_bound=norm_bound))
     run.advance()
-    assert fed.transport.refusals == {1: 1}
+    assert fed.transport.strikes.refusals == {1: 1}
     assert "client 1: replied with 'qx' of another dtype than torch.float32" in caplog.text
     assert {tensor.dtype for tensor in run.state.x.values()} == {torch.float32}
 
@@ -223,7 +223,7 @@ def test_only_a_number_is_accepted_as_a_scalar(count: object) -> None:
     grid.behaviours[102] = change_reply(with_values(count=count))
     replies = fed.ask(Counting(), range(4))
     assert [reply.client for reply in replies] == [0, 1, 3]
-    assert fed.transport.refusals == {2: 1}
+    assert fed.transport.strikes.refusals == {2: 1}
 
 
 TICKET = {"base": torch.tensor(-1), "number": torch.tensor(0)}
@@ -263,7 +263,7 @@ def test_a_malformed_ticket_is_refused(
     restarted, _ = real_federation(grid, resolve_config(table))
     restarted.restore(fed.snapshot())
     assert restarted.transport.excluded == [2]
-    assert restarted.transport.refusals == {2: 3}
+    assert restarted.transport.strikes.refusals == {2: 3}
     restarted.weights()  # does not wait for the excluded client
     assert restarted.transport.members.samples[2] == (6, 6)
     phase = run.algorithm.directions_phase(MeanDirectionDifferences)

@@ -36,6 +36,7 @@ from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.kinds import message_kinds
 from fedbilevel.federation.phase import Side
 from fedbilevel.federation.replies import log
+from fedbilevel.federation.screening import Strikes
 from fedbilevel.federation.stages import Clip
 from fedbilevel.federation.task import Task
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Report, Transport
@@ -101,6 +102,11 @@ def flower_federation(
         # Stages are undone in reverse order: the first one clips what the others have decoded.
         clip = Clip(norm=conduct.norm_bound)
         environment = replace(environment, stages=(clip, *environment.stages))
+    environment = replace(
+        environment,
+        norm_factor=environment.norm_factor or conduct.norm_factor,
+        strikes=environment.strikes or conduct.strikes,
+    )
     transport = FlowerTransport(
         grid,
         problem,
@@ -167,8 +173,7 @@ class FlowerTransport(Transport):
     Attributes:
         job: The name of the run, hexadecimal; a resumed run keeps it.
         members: Which node is which client.
-        refusals: How many replies of each client were refused.
-        excluded: Clients that are sent nothing for the rest of the run, after too many refusals.
+        strikes: How many replies of each client were refused.
 
     Raises:
         ValueError: The environment simulates what real clients have by themselves, or
@@ -220,8 +225,7 @@ class FlowerTransport(Transport):
         self.members = Members(
             self.grid, clients, lambda: encode(job=self.job, table=self.table), conduct.deadline_s
         )
-        self.refusals: dict[int, int] = {}
-        self.excluded: list[int] = []
+        self.strikes = Strikes(environment.strikes)
         self._pending: dict[int, PendingTask] = {}  # by the number of the task
         # Posted tasks of a server that was killed: their replies cannot reach this one.
         self._lost_in_restart: list[Task] = []
@@ -235,6 +239,11 @@ class FlowerTransport(Transport):
     def now(self) -> float:
         """Seconds since the run began, without those between a kill and the restart."""
         return self._earlier_s + time.monotonic() - self._began
+
+    @property
+    def excluded(self) -> Collection[int]:
+        """Clients that are sent nothing for the rest of the run, after too many refusals."""
+        return self.strikes.excluded
 
     @property
     def present(self) -> list[int]:
@@ -380,13 +389,10 @@ class FlowerTransport(Transport):
             task.ended_at = self.now
 
     def notify_refused(self, clients: Sequence[int]) -> None:
-        """Count refused replies; a client with `conduct.strikes` of them is excluded."""
-        for client in clients:
-            self.refusals[client] = self.refusals.get(client, 0) + 1
-            count = self.refusals[client]
-            if count >= self.conduct.strikes and client not in self.excluded:
-                self.excluded.append(client)
-                log.warning("client %d is excluded after %d refused replies", client, count)
+        """Count refused replies; a client with too many of them is excluded."""
+        for client in self.strikes.count(clients):
+            count = self.strikes.refusals[client]
+            log.warning("client %d is excluded after %d refused replies", client, count)
 
     def losses(self, x: Tree, y: Tree) -> dict[str, float]:
         """Return the mean losses that clients report; those without an answer are left out."""
@@ -411,19 +417,16 @@ class FlowerTransport(Transport):
 
     def mark(self) -> tuple[dict[int, int], list[int]]:
         """Return what `rollback` needs: the refusals and the excluded clients."""
-        return dict(self.refusals), list(self.excluded)
+        return self.strikes.plain()
 
     def rollback(self, mark: Any) -> None:
         """Restore the refusals and the excluded clients of a mark."""
-        refusals, excluded = mark
-        self.refusals = dict(refusals)
-        self.excluded = list(excluded)
+        self.strikes.restore(mark)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of this transport for a checkpoint."""
         return {
-            "refusals": dict(self.refusals),
-            "excluded": list(self.excluded),
+            "strikes": self.strikes.plain(),
             "job": self.job,
             "now": self.now,
             "samples": dict(self.members.samples),
@@ -431,8 +434,7 @@ class FlowerTransport(Transport):
 
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
         """Resume from a snapshot; posted tasks are lost: no reply can reach a new server."""
-        self.refusals = dict(snapshot["refusals"])
-        self.excluded = list(snapshot["excluded"])
+        self.strikes.restore(snapshot["strikes"])
         self.job = snapshot["job"]
         self.members.samples = dict(snapshot["samples"])
         self._lost_in_restart = list(tasks.values())
