@@ -162,9 +162,9 @@ VERDICTS = [
         "by a factor of 2.5 to 3.1 (tau = 5: 3.1 for iid data, 2.5 for shards)",
         NOT_COMPARABLE,
         "factor at tau = 5: {} for iid data and {} for shards with batch 64, {} and {} with "
-        "batch 10; {} and {} if AggITD has batch 64 and tau in epochs, and FedNest is its published "
-        "code with batch 10, which come closest to print's counts; print gives no batch size, and "
-        "iterations cost 5 and 10 rounds",
+        "batch 10; {} and {} if AggITD has batch 64 and tau in epochs, and FedNest is its "
+        "published code with batch 10, which come closest to print's counts; print gives no "
+        "batch size, and iterations cost 5 and 10 rounds",
         tuple(
             (growth(0.9, "round"), tuple(curve.format(partition) for curve in curves))
             for curves in (
