@@ -16,6 +16,7 @@ sys.path.insert(0, str(RESULTS))  # scripts beside the page, which import each o
 
 import battery  # noqa: E402
 import cells  # noqa: E402
+import figures  # noqa: E402
 import tables  # noqa: E402
 import verdicts  # noqa: E402
 
@@ -34,6 +35,26 @@ def test_a_number_that_was_changed_by_hand_is_computed_again() -> None:
     changed = text[:start] + text[start:].replace("aggitd | 97.6% | 9", "aggitd | 97.6% | 8", 1)
     assert changed != text
     assert tables.rendered(changed, tables.TABLES) == text
+
+
+def test_every_figure_is_on_the_page_and_every_verdict_with_runs_has_one() -> None:
+    shown = set(re.findall(r"\]\(([\w-]+)\.png\)", (RESULTS / "README.md").read_text("utf-8")))
+    assert figures.FIGURES.keys() <= shown
+    assert {verdict.id for verdict in verdicts.VERDICTS if verdict.id} <= figures.FIGURES.keys()
+    for name in shown:
+        assert (RESULTS / f"{name}.png").exists()
+
+
+def test_a_figure_ends_where_the_first_of_its_seeds_ends() -> None:
+    rounds = np.arange(0.0, 50.0, 10.0)
+    runs = [
+        cells.Run(0, {"round": rounds, "test_accuracy": rounds / 100}, False),
+        cells.Run(1, {"round": rounds[:3], "test_accuracy": rounds[:3] / 50}, True),
+    ]
+    points = figures.mean_and_range(runs, figures.Panel("", {}))
+    assert points is not None
+    np.testing.assert_allclose(points[0], [0, 10, 20])
+    np.testing.assert_allclose(points[1:], [[0, 0.15, 0.3], [0, 0.1, 0.2], [0, 0.2, 0.4]])
 
 
 def test_the_page_has_every_table_once() -> None:
