@@ -81,11 +81,23 @@ def test_a_comparison_prints_one_table_and_writes_the_report(compared: Path) -> 
 
 
 @pytest.mark.xdist_group("compared")
+def test_a_member_with_a_damaged_summary_is_resumed(compared: Path, tmp_path: Path) -> None:
+    runs = shutil.copytree(compared / "runs", tmp_path / "runs")
+    file = runs / MEMBER / "summary.json"
+    expected = file.read_bytes()
+    file.write_bytes(expected[:-9])
+    options = ["--seeds", 2, "--out", runs, "--resume", "--quiet"]
+    assert invoke("compare", compared / "a.toml", *options) == (0, "", "")
+    assert file.read_bytes() == expected
+
+
+@pytest.mark.xdist_group("compared")
 def test_a_terminal_shows_a_live_table(compared: Path, tmp_path: Path) -> None:
     runs = shutil.copytree(compared / "runs", tmp_path / "runs")
     evaluations = [{**metrics, "test_accuracy": 0.5} for metrics in read_metrics(runs / MEMBER)]
     lines = [json.dumps({**metrics, "wall_s": 1.0}) + "\n" for metrics in evaluations]
     write(runs / MEMBER / "metrics.jsonl", "".join(lines))
+    shutil.rmtree(runs / MEMBER / "checkpoint")  # its record is of the true metrics
     options = ["--seeds", 2, "--jobs", 2, "--out", runs, "--resume"]
     out, shown = run_on_terminal("compare", compared / "a.toml", *options, cwd=tmp_path)
     assert "preparing 4 runs" in shown
@@ -193,3 +205,5 @@ def test_a_member_that_fails_is_named_and_the_others_complete(
     printed = json.loads(out)
     assert (code, list(printed["failed"])) == (2, ["simfbo/seed-6"])
     assert [(row["algorithm"], row["seeds"]) for row in printed["ranked"]] == [("simfbo", 1)]
+    outcome = invoke("compare", "a.toml", *options, "--resume", "--quiet")
+    assert_refused(outcome, "error: simfbo/seed-6 failed: ", "RuntimeError: seed 6 [/is] odd")

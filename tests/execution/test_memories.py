@@ -49,7 +49,9 @@ clients = st.integers(0, 5)
 actions = st.one_of(
     st.tuples(st.just("set"), clients, st.integers(0, 9)),
     st.tuples(
-        st.sampled_from(["mark", "rollback", "snapshot", "kill", "delete"]), clients, st.just(0)
+        st.sampled_from(["mark", "rollback", "snapshot", "kill", "fall back", "delete"]),
+        clients,
+        st.just(0),
     ),
 )
 
@@ -66,14 +68,13 @@ def test_memories_behave_like_a_dict_with_marks_and_checkpoints(
     cache_bytes: int,
     in_folder: bool,
 ) -> None:
-    """`kill` loses what was done since the last checkpoint."""
+    """`kill` loses what was done since the last checkpoint, `fall back` since the one before."""
     folder = tmp_path_factory.mktemp("run") if in_folder else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memories, "SLACK", 300)
         actual = new_memories(cache_bytes, folder)
         model: dict[int, int] = {}
-        snapshot = actual.snapshot()
-        model_at_snapshot = dict(model)
+        saved = [(actual.snapshot(), dict(model))]
         mark = actual.mark()
         model_at_mark = dict(model)
         for action, client, value in actions:
@@ -92,20 +93,22 @@ def test_memories_behave_like_a_dict_with_marks_and_checkpoints(
                 actual.rollback(mark)
                 model = dict(model_at_mark)
             elif action == "snapshot":
-                snapshot = actual.snapshot()
-                model_at_snapshot = dict(model)
-            elif action == "kill":
+                saved.append((actual.snapshot(), dict(model)))
+            elif action in ("kill", "fall back"):
+                if action == "fall back" and len(saved) > 1:
+                    del saved[-1]
+                    saved[:-1] = []  # the checkpoint before that one is no longer kept
                 actual = new_memories(cache_bytes, folder)
-                actual.restore([snapshot])
-                model = dict(model_at_snapshot)
+                actual.restore([saved[-1][0]])
+                model = dict(saved[-1][1])
                 mark = actual.mark()
                 model_at_mark = dict(model)
             cached_bytes = sum(nbytes(cached) for cached in actual._cache.values())
             assert cached_bytes == actual.cached_bytes <= cache_bytes
             check_equal(actual, model)
     if folder:
-        actual.snapshot()
-        actual.snapshot()
+        for _ in range(3):
+            actual.snapshot()
         assert len(list(folder.iterdir())) <= 1, "outdated files are removed"
 
 
@@ -124,8 +127,8 @@ def test_files_are_rewritten_before_they_are_mostly_outdated(tmp_path: Path) -> 
             changed[client] = {"w": torch.full((125_000,), float(turn))}
         if turn % 10 == 0:
             changed.snapshot()
-    changed.snapshot()
-    changed.snapshot()
+    for _ in range(3):
+        changed.snapshot()
     size = sum(file.stat().st_size for file in tmp_path.iterdir())
     written = 200 * 3 * 500_000
     assert size < 2 * memories.SLACK < written

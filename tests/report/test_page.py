@@ -107,6 +107,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "status": HOSTILE,
         "reason": HOSTILE,
         "ledger": {HOSTILE: json.loads(summary.read_text())},
+        "final_test_accuracy": None,
     }
     summary.write_text(json.dumps(hostile))
     report.write_page([runs], out / "page.html")

@@ -47,6 +47,7 @@ def test_a_run_without_a_summary_is_unfinished(tmp_path: Path) -> None:
         ),
         ("summary.json", "{", "summary.json is not JSON"),
         ("summary.json", "[]", "summary.json is not a summary"),
+        ("summary.json", '{"status": "completed"}', "summary.json lacks 'ledger'"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, file: str, text: str, message: str) -> None:

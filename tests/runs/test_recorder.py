@@ -12,7 +12,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 import fedbilevel as fb
-from fedbilevel.runs import checkpoint
+from fedbilevel.runs import checkpoint, recorder
 from tests.support.tool import (
     QUADRATIC,
     assert_refused,
@@ -100,11 +100,12 @@ DAMAGE: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_or_foreign_checkpoint_is_refused_and_nothing_overwritten(
+def test_damaged_or_foreign_checkpoints_are_refused_and_nothing_overwritten(
     finished: Path, tmp_path: Path, damage: str
 ) -> None:
     run = shutil.copytree(finished / "run", tmp_path / "run")
-    DAMAGE[damage](run / "checkpoint" / "latest.safetensors")
+    for name in ("latest", "previous"):
+        DAMAGE[damage](run / "checkpoint" / f"{name}.safetensors")
     before = contents(tmp_path)
     outcome = invoke("run", finished / "a.toml", "--rounds", 8, "--out", run, "--resume")
     assert_refused(outcome, str(run / "checkpoint" / "latest.safetensors"))
@@ -120,8 +121,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_nothing_overwritten(
 def test_lost_metrics_are_noticed(finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished / "run", tmp_path / "run")
     command = ["run", finished / "a.toml", "--out", run, "--resume"]
-    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+    (run / "metrics.jsonl").write_bytes(b"")
     before = contents(run)
     assert_refused(invoke(*command), "metrics.jsonl", "lost")
     (run / "metrics.jsonl").unlink()
@@ -170,6 +170,15 @@ def test_a_raised_budget_gives_the_longer_run(finished: Path, tmp_path: Path) ->
     assert {**read_summary(run), "wall_s": 0} == {**read_summary(whole), "wall_s": 0}
 
 
+def test_a_run_with_stages_is_resumed(tmp_path: Path) -> None:
+    """Stages are tables in a list, with tuples in them."""
+    stages = "environment.stages=[{ stage = 'half', values = ['dx'] }, { stage = 'half' }]"
+    file = write(tmp_path / "a.toml")
+    command = ["run", file, "--set", stages, "--out", tmp_path / "run"]
+    invoke_ok(*command)
+    invoke_ok(*command, "--resume", "--rounds", 5)
+
+
 def test_lines_after_the_checkpoint_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,9 +191,9 @@ def test_lines_after_the_checkpoint_are_written_again(
     lengths = []
     save = checkpoint.save
 
-    def watched_save(path: Path, value: Any) -> None:
-        lengths.append((value["metrics_bytes"], (run / "metrics.jsonl").stat().st_size))
-        save(path, value)
+    def watched_save(path: Path, value: Any, record: Any, previous: Path) -> None:
+        lengths.append((record["metrics_bytes"], (run / "metrics.jsonl").stat().st_size))
+        save(path, value, record, previous)
 
     monkeypatch.setattr(checkpoint, "save", watched_save)
     invoke_ok(*command, "--rounds", 8, "--resume")
@@ -193,7 +202,10 @@ def test_lines_after_the_checkpoint_are_written_again(
     assert [line["round"] for line in read_metrics(run)] == [0, 4, 8]
 
 
-def test_a_folder_has_one_writer(finished: Path, tmp_path: Path) -> None:
+def test_a_folder_has_one_writer(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "LOCK_WAIT_S", 0.01)
     run = shutil.copytree(finished / "run", tmp_path / "run")
     before = contents(run)
     command = ["run", finished / "a.toml", "--rounds", 9, "--out", run, "--resume"]
@@ -201,6 +213,49 @@ def test_a_folder_has_one_writer(finished: Path, tmp_path: Path) -> None:
         assert_refused(invoke(*command), f"{run} is being written by another process")
         assert contents(run) == before
     invoke_ok(*command)
+
+
+def test_a_folder_that_another_process_has_written_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    """Both runs find an empty folder; the second one begins when the first one has ended."""
+    task = fb.tasks.load("quadratic", clients=3)
+    config = {"algorithm": {"name": "simfbo"}, "seed": 0}
+    recorders = []
+    for _ in range(2):
+        fed = fb.simulated_federation(task.problem, task.clients)
+        run = fb.Run(fb.algorithms.SimFBO(), fed, {"rounds": 2})
+        recorders.append(recorder.Recorder(run, tmp_path / "run", config))
+    first, second = recorders
+    list(first)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="was written by another process in the meantime"):
+        list(second)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("when", ["at once", "after its checkpoint vanished"])
+def test_a_run_that_fails_leaves_the_files_of_others(tmp_path: Path, when: str) -> None:
+    run = tmp_path / "run"
+    task = fb.tasks.load("quadratic", clients=3)
+
+    def evaluate(x: fb.Tree, y: fb.Tree) -> dict[str, float]:
+        if not (run / "checkpoint").exists():
+            return {}
+        (run / "notes.txt").write_text("mine")
+        if (run / "checkpoint" / "latest.safetensors").exists():
+            shutil.rmtree(run / "checkpoint")
+        return {"metric": object()}  # type: ignore[dict-item]
+
+    fed = fb.simulated_federation(task.problem, task.clients)
+    fb_run = fb.Run(fb.algorithms.SimFBO(), fed, {"rounds": 2}, evaluate)
+    recording = recorder.Recorder(fb_run, run, {"algorithm": {"name": "simfbo"}, "seed": 0})
+    if when == "at once":
+        recording._save = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="a metric must be a number"):
+        list(recording)
+    expected = {"notes.txt"}
+    if when != "at once":
+        expected |= {"config.toml", "metrics.jsonl"}
+    assert set(contents(run)) == expected
 
 
 def test_a_diverged_run_keeps_its_last_good_state_and_stays_diverged(tmp_path: Path) -> None:

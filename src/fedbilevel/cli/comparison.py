@@ -146,6 +146,10 @@ class Comparison:
             interrupted = self._run_members(console, live)
         if interrupted or "interrupted" in self.ended.values():
             return 130
+        if quiet and not as_json:  # otherwise the report tells
+            for name, status in self.ended.items():
+                if status.startswith("failed"):
+                    sys.stderr.write(f"error: {name} {status.replace('error: ', '', 1)}\n")
         return self._report(quiet, as_json)
 
     def _run_members(self, console: Console, live: Live | None) -> bool:
@@ -217,10 +221,16 @@ class Comparison:
         return f"failed: exit code {process.returncode}"
 
     def _is_finished(self, name: str) -> bool:
-        """Whether a member has ended under its present config; a raised budget continues it."""
-        if self._status(name) not in ("completed", "diverged"):
+        """Whether a member has ended under its present config; a raised budget continues it.
+
+        A damaged member counts as unfinished: resuming repairs it, or says what is broken.
+        """
+        try:
+            run = folders.read(self.folder / name)
+        except (OSError, ValueError):
             return False
-        return folders.read(self.folder / name).config == without_none(self.members[name].table)
+        ended = run.status in ("completed", "diverged")
+        return ended and run.config == without_none(self.members[name].table)
 
     def _status(self, name: str) -> str:
         path = self.folder / name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -42,6 +44,32 @@ def resolve_device(device: str) -> str:
 
 def _is_gpu_index(text: str) -> bool:
     return text.isdigit() and int(text) < torch.cuda.device_count()
+
+
+def versions(device: str) -> dict[str, str]:
+    """Return what the last bits of a result may depend on, besides the settings of a run.
+
+    Args:
+        device: The name of the device on which the run computes.
+
+    Returns:
+        The versions of fedbilevel, PyTorch and Python, and the kind of processor.
+
+    Examples:
+        >>> list(versions("cpu"))
+        ['fedbilevel', 'torch', 'python', 'processor']
+    """
+    if device == "cpu":
+        processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        processor = torch.cuda.get_device_name(device)
+    return {
+        # Not imported at the top: the package knows its modules, and they would know it.
+        "fedbilevel": import_module("fedbilevel").__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor,
+    }
 
 
 def to_device(

@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import struct
 import tempfile
 import weakref
@@ -86,6 +87,7 @@ class Memories(MutableMapping[int, Memory]):
         self._file = RecordFile()
         self._old_files: list[RecordFile] = []  # copied to `_file` before the first write
         self._outdated: list[Path] = []  # needed by the last checkpoint, but not by the next
+        self._kept: list[Path] = []  # needed by the last checkpoint but one
         self._unneeded: list[Path] = []  # needed by no checkpoint
 
     def __iter__(self) -> Iterator[int]:
@@ -162,7 +164,7 @@ class Memories(MutableMapping[int, Memory]):
     def snapshot(self) -> Snapshot:
         """Return the present state for a checkpoint.
 
-        Files that the previous checkpoint needs are kept until the next call.
+        Files that the last two checkpoints need are kept.
 
         Returns:
             Without a folder: all memories. With a folder: the name of a file in it and the length
@@ -176,11 +178,13 @@ class Memories(MutableMapping[int, Memory]):
             self._writable_file()
         for path in self._unneeded:
             path.unlink(missing_ok=True)
-        self._unneeded = self._outdated
+        self._unneeded = self._kept
+        self._kept = self._outdated
         self._outdated = []
         if self._file.path is None:
             return None
         self._file.handle.flush()
+        os.fsync(self._file.handle.fileno())  # the checkpoint that names the file will be, too
         return self._file.path.name, self._file.end
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
@@ -205,7 +209,7 @@ class Memories(MutableMapping[int, Memory]):
         self.mark()
 
     def _list_outdated(self, folder: Path, files: dict[str, int]) -> None:
-        """Note which of this rank's files can be removed: now, or after the next checkpoint."""
+        """Note which of this rank's files can be removed once there are newer checkpoints."""
         for path in sorted(folder.glob("memories-*")):
             rank = int(path.name.split("-")[1])
             if not ranks.is_local(rank):
@@ -213,7 +217,7 @@ class Memories(MutableMapping[int, Memory]):
             if path.name in files:
                 self._outdated.append(path)
             else:
-                self._unneeded.append(path)
+                self._kept.append(path)
 
     def _take_over(self, memories: dict[int, Memory]) -> None:
         for client, memory in memories.items():

@@ -1,15 +1,16 @@
 """Checkpoints: values in one safetensors file, without pickle.
 
-A new checkpoint replaces the old one atomically. A file that is damaged, was written by another
-program or by another version is refused. `Recorder` (recorder.py) decides what a checkpoint holds
-and when it is written; `Recorder._restore` resumes a run from it.
+A new checkpoint replaces the old one atomically, and the old one may be kept beside it. A file that
+is damaged, was written by another program or by another version is refused. `Recorder`
+(recorder.py) decides what a checkpoint holds and when it is written; `Recorder._restore` resumes a
+run from it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,25 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from fedbilevel.core.codec import pack, unpack
+from fedbilevel.runs.folder import digest_of, write_atomically
 
 VERSION = "5"
 
 
-def save(path: Path, value: object) -> None:
-    """Write a value to a file; a reader sees either the old or the new file.
+def save(
+    path: Path,
+    value: object,
+    record: Mapping[str, Any] | None = None,
+    previous: Path | None = None,
+) -> None:
+    """Write a value to a file; a reader, or a power cut, sees either the old or the new file.
 
     Args:
         path: The file, which is replaced if it exists.
         value: Dicts, lists, tuples, trees, tensors, numbers, strings and `None`, nested as you
             like.
+        record: What `folder.read_record` finds without reading the value, as JSON can hold it.
+        previous: Where the file that is replaced is kept.
 
     Raises:
         TypeError: If the value holds anything else; the file is left alone.
@@ -47,14 +56,13 @@ def save(path: Path, value: object) -> None:
     """
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(pack(value, tensors))
-    metadata = {"fedbilevel": VERSION, "plain": plain, "digest": _digest(plain, tensors)}
-    temporary = path.with_name(path.name + ".new")
-    try:
-        temporary.write_bytes(serialize(tensors, metadata))
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    metadata = {"fedbilevel": VERSION, "plain": plain}
+    text = ""
+    if record is not None:
+        text = json.dumps(record)
+        metadata |= {"record": text, "record_digest": digest_of(text.encode())}
+    metadata["digest"] = _digest(plain + text, tensors)
+    write_atomically(path, serialize(tensors, metadata), previous)
 
 
 def load(path: Path) -> Any:
@@ -95,9 +103,13 @@ def load(path: Path) -> Any:
             f"this version reads checkpoints of version {VERSION}"
         )
     plain = metadata.get("plain", "")
-    if metadata.get("digest") != _digest(plain, tensors):
+    record = metadata.get("record", "")
+    if metadata.get("digest") != _digest(plain + record, tensors):
         raise ValueError(f"{path} is damaged: its contents do not match its digest")
-    return unpack(json.loads(plain), tensors)
+    try:
+        return unpack(json.loads(plain), tensors)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} holds no value that was saved by fedbilevel") from error
 
 
 def _digest(plain: str, tensors: dict[str, Tensor]) -> str:

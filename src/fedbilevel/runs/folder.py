@@ -2,21 +2,29 @@
 
 A run folder holds `config.toml` (the resolved experiment), `metrics.jsonl` (one evaluation per
 line), `checkpoint/` (from which a killed run resumes) and, once the run has ended, `summary.json`.
+
+A checkpoint carries a record of the other files: the config, the length and the digest of the
+metrics, and the digest of the summary. Whoever reads a run folder compares its files with it.
 """
 
 import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint/latest.safetensors"
+PREVIOUS_CHECKPOINT = "checkpoint/previous.safetensors"
 EXTENSIBLE = ("rounds", "stop", "title")  # what may differ when a run is resumed
+
+SUMMARY_PARTS = ("ledger", "final_test_accuracy")  # what reports and searches need
 
 Table = dict[str, Any]  # as TOML and JSON hold it
 
@@ -97,7 +105,8 @@ def find(paths: Iterable[Path | str]) -> list[Path]:
 def read(path: Path | str) -> RunFolder:
     """Read a run folder.
 
-    A killed run may leave an incomplete last line in its metrics; that line is left out.
+    A killed run may leave an incomplete last line in its metrics; that line is left out. The files
+    are compared with the record in the checkpoint, if there is one.
 
     Args:
         path: The run folder.
@@ -120,9 +129,15 @@ def read(path: Path | str) -> RunFolder:
         ('simfbo', 'completed', 3)
     """
     path = Path(path)
+    # The record comes first: the metrics of a run that is under way only become longer.
+    record = _newest_record(path)
     config = _read_config(path / CONFIG)
-    history = _read_history(path / METRICS)
-    summary = _read_summary(path / SUMMARY)
+    metrics = (path / METRICS).read_bytes()
+    summary = _read_summary(path / SUMMARY, record)
+    if record is not None:
+        _check_config(path, record, config)
+        check_metrics(path, record, metrics)
+    history = _parse_metrics(path / METRICS, metrics)
     return RunFolder(path, config, history, summary)
 
 
@@ -139,13 +154,13 @@ def _read_config(file: Path) -> Table:
     return config
 
 
-def _read_history(file: Path) -> list[Table]:
-    lines = file.read_bytes().splitlines()
+def _parse_metrics(file: Path, content: bytes) -> list[Table]:
+    lines = content.splitlines()
     history = []
     for number, line in enumerate(lines, start=1):
         try:
             evaluation = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             evaluation = None
         if isinstance(evaluation, dict):
             history.append(evaluation)
@@ -154,21 +169,101 @@ def _read_history(file: Path) -> list[Table]:
     return history
 
 
-def _read_summary(file: Path) -> Table | None:
+def _read_summary(file: Path, record: Table | None) -> Table | None:
     if not file.exists():
         return None
+    content = file.read_bytes()
+    if record is not None and record["summary"] not in (None, digest_of(content)):
+        raise ValueError(
+            f"{file} is damaged: it is not the one that the run has written; "
+            "--resume writes a new one"
+        )
     try:
-        summary = json.loads(file.read_bytes())
-    except ValueError as error:
+        summary = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(summary, dict) or "status" not in summary:
         raise ValueError(f"{file} is not a summary: expected a JSON object with a status")
+    for part in SUMMARY_PARTS:
+        if part not in summary:
+            raise ValueError(f"{file} lacks {part!r}; --resume writes a new summary")
     return summary
 
 
+# The record in a checkpoint.
+
+
+def digest_of(content: bytes) -> str:
+    """Return the digest under which the contents of a file are recorded."""
+    return blake2b(content, digest_size=16).hexdigest()
+
+
+def read_record(checkpoint: Path) -> Table:
+    """Read the record in a checkpoint, without reading its tensors.
+
+    Args:
+        checkpoint: The file, in the safetensors format: the length of a header, and the header.
+
+    Returns:
+        The table that `checkpoint.save` was given as `record`.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged, or holds no record.
+    """
+    try:
+        with checkpoint.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > checkpoint.stat().st_size:
+                raise ValueError(f"a header of {length} bytes is longer than the file")
+            metadata = json.loads(file.read(length))["__metadata__"]
+        text = metadata["record"]
+        if metadata["record_digest"] != digest_of(text.encode()):
+            raise ValueError("the record does not match its digest")
+        record: Table = json.loads(text)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{checkpoint} is damaged, or is not the checkpoint of a run") from error
+    return record
+
+
+def _newest_record(path: Path) -> Table | None:
+    """Return the record of the newest checkpoint that has one; None if no checkpoint has."""
+    for name in (CHECKPOINT, PREVIOUS_CHECKPOINT):
+        with suppress(OSError, ValueError):
+            return read_record(path / name)
+    return None
+
+
+def check_metrics(path: Path, record: Mapping[str, Any], metrics: bytes) -> None:
+    """Check that metrics begin with those that were there at a checkpoint.
+
+    Args:
+        path: The run folder.
+        record: The record in the checkpoint.
+        metrics: The contents of metrics.jsonl.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    length = record["metrics_bytes"]
+    if len(metrics) < length:
+        raise ValueError(f"{path / METRICS} has lost lines that were there at the checkpoint")
+    if digest_of(metrics[:length]) != record["metrics_digest"]:
+        raise ValueError(
+            f"{path / METRICS} is damaged: its first {length} bytes are not those that were there "
+            "at the checkpoint"
+        )
+
+
 def holds_run(path: Path) -> bool:
-    """Whether a run has written a checkpoint or a summary to this folder."""
-    return (path / CHECKPOINT).exists() or (path / SUMMARY).exists()
+    """Whether a run has written a checkpoint, a summary, or several evaluations to this folder."""
+    files = (CHECKPOINT, PREVIOUS_CHECKPOINT, SUMMARY)
+    return any((path / name).exists() for name in files) or _has_evaluations(path / METRICS)
+
+
+def _has_evaluations(metrics: Path) -> bool:
+    """Whether a run got beyond its first evaluation, after which it writes a checkpoint."""
+    return metrics.is_file() and metrics.read_bytes().count(b"\n") > 1
 
 
 def check_writable(path: Path, config: Mapping[str, Any], resume: bool) -> None:
@@ -181,7 +276,7 @@ def check_writable(path: Path, config: Mapping[str, Any], resume: bool) -> None:
 
     Raises:
         FileExistsError: If the folder holds a run that is not to be resumed.
-        ValueError: If the run in the folder has other settings.
+        ValueError: If the run in the folder has other settings, or no checkpoint.
     """
     if not holds_run(path):
         return
@@ -189,14 +284,20 @@ def check_writable(path: Path, config: Mapping[str, Any], resume: bool) -> None:
         raise FileExistsError(
             f"{path} already holds a run; resume it with --resume or give another folder with --out"
         )
-    if (path / CHECKPOINT).exists():
-        check_same_settings(path, config)
+    if not any((path / name).exists() for name in (CHECKPOINT, PREVIOUS_CHECKPOINT)):
+        raise ValueError(
+            f"{path / CHECKPOINT} is missing, so that the run cannot be resumed; "
+            "give another folder with --out"
+        )
+    check_same_settings(path, config)
 
 
 def check_same_settings(
     path: Path, config: Mapping[str, Any], ignoring: Sequence[str] = EXTENSIBLE
 ) -> None:
     """Check that the run in a folder has the same settings as another, up to its budget.
+
+    The settings of the run are those in its checkpoint; its config.toml must agree with them.
 
     Args:
         path: The run folder.
@@ -206,15 +307,49 @@ def check_same_settings(
     Raises:
         ValueError: If a setting differs; the message names the setting and both values.
     """
-    recorded = _flatten(read(path).config)
-    current = _flatten(without_none(config))
+    record = _newest_record(path)
+    if record is None:
+        recorded = _read_config(path / CONFIG)
+    else:
+        recorded = record["config"]
+    difference = _first_difference(recorded, without_none(config), ignoring)
+    if difference:
+        key, before, now = difference
+        raise ValueError(
+            f"{path} was run with {key} = {before!r}, not {now!r}; "
+            "a run is resumed under its own settings"
+        )
+    if record is None:
+        return
+    try:
+        present = tomllib.loads((path / CONFIG).read_text("utf-8"))
+    except (OSError, ValueError):  # resuming writes it again
+        return
+    _check_config(path, record, present)
+
+
+def _check_config(path: Path, record: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Check that a config.toml is that of the run, up to its budget."""
+    difference = _first_difference(record["config"], config, EXTENSIBLE)
+    if difference:
+        key, before, now = difference
+        raise ValueError(
+            f"{path / CONFIG} was changed: {key} is {now!r} there, and was {before!r} in the run; "
+            "a run keeps its own settings (without the file, --resume writes it again)"
+        )
+
+
+def _first_difference(
+    recorded: Mapping[str, Any], current: Mapping[str, Any], ignoring: Sequence[str]
+) -> tuple[str, Any, Any] | None:
+    """Return the first setting that differs and its two values, or None."""
+    before = _flatten(recorded)
+    now = _flatten(current)
     # Names come first: another algorithm explains why its settings differ.
-    for key in sorted({*recorded, *current}, key=lambda key: (not key.endswith(".name"), key)):
-        if key.split(".")[0] not in ignoring and recorded.get(key) != current.get(key):
-            raise ValueError(
-                f"{path} was run with {key} = {recorded.get(key)!r}, not {current.get(key)!r}; "
-                "a run is resumed under its own settings"
-            )
+    for key in sorted({*before, *now}, key=lambda key: (not key.endswith(".name"), key)):
+        if key.split(".")[0] not in ignoring and before.get(key) != now.get(key):
+            return key, before.get(key), now.get(key)
+    return None
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Table:
@@ -230,19 +365,56 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Table:
 
 def without_none(table: Mapping[str, Any]) -> Table:
     """Return a nested table as TOML can hold it: without `None`, and with lists for tuples."""
-    kept: Table = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            kept[key] = without_none(value)
-        elif isinstance(value, tuple):
-            kept[key] = list(value)
-        elif value is not None:
-            kept[key] = value
-    return kept
+    return {key: _for_toml(value) for key, value in table.items() if value is not None}
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader, or a killed run, sees either the old or the new one."""
+def _for_toml(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_none(value)
+    if isinstance(value, (list, tuple)):
+        return [_for_toml(entry) for entry in value]
+    return value
+
+
+def write_atomically(path: Path, content: str | bytes, previous: Path | None = None) -> None:
+    """Write a file so that a reader, a kill or a power cut leaves either the old or the new one.
+
+    The contents are on the disk before the name is theirs. The folder is not synced: a power cut
+    may bring the old file back, which is whole too.
+
+    Args:
+        path: The file, which is replaced if it exists.
+        content: Its contents; text is written as UTF-8.
+        previous: Where the file that is replaced is kept.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    if isinstance(content, str):
+        content = content.encode()
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            sync(file)
+        if previous is not None and path.exists():
+            _keep(path, previous)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync(file: IO[bytes]) -> None:
+    """Write to the disk what was written to a file, so that it survives a power cut."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _keep(path: Path, previous: Path) -> None:
+    """Keep a file that is about to be replaced under a second name."""
+    previous.unlink(missing_ok=True)
+    try:
+        os.link(path, previous)  # the file is never missing under its own name
+    except OSError:  # a file system without hard links
+        os.replace(path, previous)

@@ -79,7 +79,14 @@ def load_run(path: Path | str) -> LoadedRun:
         True
     """
     run_folder = folder.read(path)
-    saved = checkpoint.load(Path(path) / folder.CHECKPOINT)
+    try:
+        saved = checkpoint.load(Path(path) / folder.CHECKPOINT)
+    except ValueError as error:
+        if not (Path(path) / folder.PREVIOUS_CHECKPOINT).exists():
+            raise
+        raise ValueError(
+            f"{error}; resuming the run repeats it from the checkpoint before"
+        ) from error
     state = saved["state"]
     if saved["good"] and (saved["status"] == "diverged" or not is_finite(state)):
         state = saved["good"]

@@ -1,18 +1,21 @@
 """Writes a run to a folder (config.toml, metrics.jsonl, checkpoint/, summary.json), and resumes it.
 
 A killed run resumes from its last checkpoint: `Recorder._restore` sets the state, and the lines of
-metrics.jsonl after the checkpoint are cut off.
+metrics.jsonl after the checkpoint are cut off. If the last checkpoint is damaged, or a file does
+not agree with it, the run resumes from the one before.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
-import shutil
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,26 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fedbilevel.core import ranks
+from fedbilevel.core import devices, ranks
 from fedbilevel.core.tree import is_finite
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.folder import (
     CHECKPOINT,
     CONFIG,
     METRICS,
+    PREVIOUS_CHECKPOINT,
     SUMMARY,
+    check_metrics,
     check_writable,
+    digest_of,
+    read_record,
+    sync,
     without_none,
     write_atomically,
 )
 from fedbilevel.runs.run import Metrics, Run
 
+LOCK_WAIT_S = 3.0  # the members of a comparison that was killed may take a moment to end
 TARGET_ACCURACIES = ("0.8", "0.9", "0.93", "0.95", "0.97")
 FINAL_COSTS = (
     "bytes_up",
@@ -48,6 +57,9 @@ FINAL_COSTS = (
 )
 
 
+log = logging.getLogger("fedbilevel")
+
+
 class Recorder:
     """Iterates over a run, and records it in a folder on the way.
 
@@ -56,8 +68,11 @@ class Recorder:
     checkpoint holds the state of the algorithm and of the federation, and the length that
     metrics.jsonl had; later lines of that file are dropped and written again.
 
-    A run that fails before its first checkpoint leaves no folder. One process at a time may write
-    to a folder. Under `torchrun` all ranks iterate, and the first one writes.
+    The last checkpoint but one is kept. A run whose last checkpoint is damaged, or whose metrics or
+    client memories do not agree with it, resumes from the one before, and says so.
+
+    A run that fails before its first checkpoint removes what it has written. One process at a time
+    may write to a folder. Under `torchrun` all ranks iterate, and the first one writes.
 
     Args:
         run: The run.
@@ -70,8 +85,8 @@ class Recorder:
 
     Raises:
         FileExistsError: If the folder holds a run and `resume` is false.
-        ValueError: If the run in the folder has other settings or a damaged checkpoint, or, when
-            the iteration starts, if another process is writing to the folder.
+        ValueError: If the run in the folder has other settings or no undamaged checkpoint, or, when
+            the iteration starts, if another process is writing or has written to the folder.
         OSError: While iterating, if a file cannot be written.
 
     Examples:
@@ -107,11 +122,17 @@ class Recorder:
         self.config = config
         self.checkpoint_every = checkpoint_every
         self.checkpoint = path / CHECKPOINT
+        self._previous = path / PREVIOUS_CHECKPOINT
         self._metrics_bytes = 0  # the length of metrics.jsonl at the checkpoint
+        self._metrics_digest = blake2b(digest_size=16)
+        self._versions = devices.versions(run.fed.device)
+        self._has_saved = False
         run.fed.transport.store_in(self.checkpoint.parent)
         check_writable(path, config, resume)
-        if self.checkpoint.exists():  # and `check_writable` has found that it is to be resumed
-            self._restore(checkpoint.load(self.checkpoint))
+        self._found = self._files_of_a_run()
+        self._restored_from: Path | None = None
+        if any(self._found):
+            self._restored_from = self._restore_newest()
 
     def __iter__(self) -> Iterator[Metrics]:
         self.run.after_iteration = self._save_if_due
@@ -172,9 +193,9 @@ class Recorder:
                 for metrics in evaluations:
                     self._write(metrics)
                     yield metrics
-                self._save()
+                summary = json.dumps(self.summary(), indent=2) + "\n"
+                self._save(summary)
                 with self._add_folder_to_errors():
-                    summary = json.dumps(self.summary(), indent=2) + "\n"
                     write_atomically(self.path / SUMMARY, summary)
             finally:
                 with suppress(OSError):  # a full disk has already been reported by a write
@@ -189,22 +210,46 @@ class Recorder:
 
     @contextmanager
     def _locked_folder(self) -> Iterator[None]:
-        """Hold the folder as its only writer; remove a new one that got no checkpoint."""
+        """Hold the folder as its only writer; leave nothing in a new one without a checkpoint."""
         is_new = not self.path.exists()
         # The lock is released in the thread that ends the iteration, which may be another one.
         lock = FileLock(self.checkpoint.parent / "lock", thread_local=False)
         with self._add_folder_to_errors():
             self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             try:
-                held = lock.acquire(blocking=False)
+                held = lock.acquire(timeout=LOCK_WAIT_S)
             except Timeout:
                 raise ValueError(f"{self.path} is being written by another process") from None
         with held:
+            if self._files_of_a_run() != self._found:
+                raise ValueError(f"{self.path} was written by another process in the meantime")
             try:
                 yield
             finally:
-                if is_new and not self.checkpoint.exists():
-                    shutil.rmtree(self.path)
+                self._found = self._files_of_a_run()
+                if is_new and not self._has_saved:
+                    self._remove_own_files()
+
+    def _files_of_a_run(self) -> list[tuple[int, int, int] | None]:
+        """Return what tells whether a run has written a checkpoint or a summary meanwhile."""
+        found: list[tuple[int, int, int] | None] = []
+        for file in (self.checkpoint, self._previous, self.path / SUMMARY):
+            try:
+                stat = file.stat()
+            except FileNotFoundError:
+                found.append(None)
+            else:
+                found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return found
+
+    def _remove_own_files(self) -> None:
+        """Remove what this run has written, and folders that are empty then."""
+        for file in (self.path / METRICS, self.path / CONFIG, *self.checkpoint.parent.glob("*")):
+            with suppress(OSError):
+                file.unlink()
+        for folder in (self.checkpoint.parent, self.path):
+            with suppress(OSError):
+                folder.rmdir()
 
     @contextmanager
     def _add_folder_to_errors(self) -> Iterator[None]:
@@ -215,8 +260,10 @@ class Recorder:
             raise OSError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def _prepare_files(self) -> None:
-        """Write the config; of a resumed run, drop the summary and lines after the checkpoint."""
+        """Write the config; of a resumed run, drop what is newer than the checkpoint."""
         with self._add_folder_to_errors():
+            if self._restored_from == self._previous:
+                os.replace(self._previous, self.checkpoint)
             self._metrics_file.truncate(self._metrics_bytes)
             self._metrics_file.seek(self._metrics_bytes)
             (self.path / SUMMARY).unlink(missing_ok=True)
@@ -224,8 +271,10 @@ class Recorder:
 
     def _write(self, metrics: Metrics) -> None:
         with self._add_folder_to_errors():
-            self._metrics_file.write(json.dumps(_nan_to_none(metrics)).encode() + b"\n")
+            line = json.dumps(_nan_to_none(metrics)).encode() + b"\n"
+            self._metrics_file.write(line)
             self._metrics_file.flush()
+        self._metrics_digest.update(line)
         self._save_if_first()
 
     def _save_if_first(self) -> None:
@@ -236,8 +285,12 @@ class Recorder:
         if self.run.fed.iteration % self.checkpoint_every == 0:
             self._save()
 
-    def _save(self) -> None:
-        """Write a checkpoint; all ranks must call this, because it collects the state of all."""
+    def _save(self, summary: str | None = None) -> None:
+        """Write a checkpoint; all ranks must call this, because it collects the state of all.
+
+        Args:
+            summary: The summary that will be written next, at the end of the run.
+        """
         run = self.run
         federation = run.fed.snapshot()
         if ranks.rank() != 0:
@@ -249,37 +302,75 @@ class Recorder:
             "state": dict(run.state._asdict()),
             "good": good_state,
             "federation": federation,
-            "metrics_bytes": self._metrics_file.tell(),
             "status": run.status,
             "reason": run.reason,
         }
+        record = {
+            "config": without_none(self.config),
+            "metrics_bytes": self._metrics_file.tell(),
+            "metrics_digest": self._metrics_digest.hexdigest(),
+            "summary": None if summary is None else digest_of(summary.encode()),
+            "versions": self._versions,
+        }
         with self._add_folder_to_errors():
-            checkpoint.save(self.checkpoint, value)
+            sync(self._metrics_file)
+            checkpoint.save(self.checkpoint, value, record, self._previous)
+        self._has_saved = True
 
-    def _restore(self, saved: Mapping[str, Any]) -> None:
+    def _restore_newest(self) -> Path:
+        """Restore the last checkpoint, or the one before if that fails; return its file."""
+        try:
+            self._restore(self.checkpoint)
+        except (ValueError, OSError) as error:
+            if not self._previous.exists():
+                raise
+            try:
+                self._restore(self._previous)
+            except (ValueError, OSError):
+                raise error from None
+            log.warning("%s; the run resumes from the checkpoint before", error)
+            return self._previous
+        return self.checkpoint
+
+    def _restore(self, file: Path) -> None:
         """Set the run to the state of a checkpoint."""
+        saved = checkpoint.load(file)
+        record = read_record(file)
+        metrics = (self.path / METRICS).read_bytes()
+        check_metrics(self.path, record, metrics)
         run = self.run
         state_type = type(run.state)
         if saved["state"].keys() != set(state_type._fields):
-            raise ValueError(f"{self.checkpoint} is not a checkpoint of {run.algorithm.name}")
+            raise ValueError(f"{file} is not a checkpoint of {run.algorithm.name}")
         state, good_state = tree_map_only(
             Tensor, lambda tensor: tensor.to(run.fed.device), (saved["state"], saved["good"])
         )
+        run.fed.restore(saved["federation"])
         run.state = state_type(**state)
         run.good_state = run.state
         if good_state is not None:
             run.good_state = state_type(**good_state)
-        run.fed.restore(saved["federation"])
-        self._metrics_bytes = saved["metrics_bytes"]
-        lines = (self.path / METRICS).read_bytes()[: self._metrics_bytes]
-        if len(lines) < self._metrics_bytes:
-            raise ValueError(
-                f"{self.path / METRICS} has lost lines that were there at the checkpoint"
-            )
+        self._metrics_bytes = record["metrics_bytes"]
+        lines = metrics[: self._metrics_bytes]
+        self._metrics_digest = blake2b(lines, digest_size=16)
         run.history = [_none_to_nan(json.loads(line)) for line in lines.splitlines()]
         if saved["status"] == "diverged":  # a run that was interrupted or completed may continue
             run.status = "diverged"
             run.reason = saved["reason"]
+        self._warn_of_other_versions(record["versions"])
+
+    def _warn_of_other_versions(self, before: Mapping[str, str]) -> None:
+        """Warn if the run was saved under other versions, which may round differently."""
+        changes = []
+        for name, now in self._versions.items():
+            if before.get(name) != now:
+                changes.append(f"{name} {before.get(name)}, now {now}")
+        if changes:
+            log.warning(
+                "%s was saved under %s: results may differ by rounding",
+                self.path,
+                ", ".join(changes),
+            )
 
 
 def _nan_to_none(metrics: Metrics) -> dict[str, float | None]:
