@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
-from fedbilevel.algorithms.rabo import RABO, RAFBO, GlobalDirections, LocalHypergradient
+from fedbilevel.algorithms.rabo import RABO, RAFBO, GlobalDirections
+from fedbilevel.algorithms.shared import LocalHypergradient
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import fold_in, root

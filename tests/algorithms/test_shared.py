@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedbilevel as fb
 from fedbilevel.algorithms import AFL, RABO, LFedNest, LocalBSGM, shared
-from fedbilevel.algorithms.rabo import LocalHypergradient
+from fedbilevel.algorithms.shared import LocalHypergradient
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch
 from fedbilevel.core.tree import Tree

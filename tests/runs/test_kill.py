@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import fedbilevel as fb
 from fedbilevel.execution.stacked._steps import TRACE_FROM
 from tests.support.processes import (
     assert_same_run,
@@ -109,3 +111,27 @@ def test_a_comparison_that_is_killed_three_times_and_interrupted_once(tmp_path: 
         assert read_config(folder)["seed"] == int(folder.name[-1])
         invoke_ok("run", folder / "config.toml", "--out", whole)
         assert_same_run(folder, whole)
+
+
+def test_variables_of_clients_survive_kills(tmp_path: Path) -> None:
+    text = EXPERIMENT.replace('"quadratic"', '"tests.support.owners:client_owned_y"')
+    file = write(tmp_path / "a.toml", text)
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
+    invoke_ok("run", file, "--out", whole)
+    total = evaluations_written(whole)
+    draw = random.Random(6)
+    for wanted in sorted(draw.sample(range(1, total - 8), 4)):
+        process = start_forked("run", file, "--out", run, "--resume", "--quiet", cwd=tmp_path)
+        wait_until(lambda wanted=wanted: evaluations_written(run) >= wanted, 60, "no progress")
+        time.sleep(draw.uniform(0, 0.015))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    invoke_ok("run", file, "--out", run, "--resume")
+    assert_same_run(run, whole)
+    resumed, expected = fb.load_run(run), fb.load_run(whole)
+    for client in range(3):
+        _, y = resumed.personal(client)
+        assert torch.equal(y["y"], expected.personal(client)[1]["y"])
+        assert y["y"].norm() > 0

@@ -447,6 +447,8 @@ class AFBO(Algorithm):
         ('completed', True)
     """
 
+    client_levels = ("x", "y")
+
     lr_x: Step = 0.01
     lr_y: Step = 0.05
     lr_z: Step = 0.05
@@ -575,6 +577,15 @@ class AFBO(Algorithm):
     def check(self, problem: Problem, environment: Environment) -> None:
         """Check as any algorithm, and that no stage changes replies that clients remember."""
         super().check(problem, environment)
+        if problem.client_names and self.hypergradient != "linear-system":
+            raise ValueError(
+                f"hypergradient is {self.hypergradient!r}; where clients own variables, as here, "
+                "it must be 'linear-system'"
+            )
+        if problem.client_names and self.memory == "client":
+            raise ValueError(
+                "memory is 'client'; where clients own variables, as here, it must be 'server'"
+            )
         if self.memory == "client" and any(stage.direction == "up" for stage in environment.stages):
             raise ValueError(
                 "memory is 'client' and stages change replies on their way: clients would remember "

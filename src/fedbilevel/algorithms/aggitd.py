@@ -21,8 +21,9 @@ from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive, StepsOrEpochs
-from fedbilevel.core.tree import Tree
+from fedbilevel.core.tree import Tree, zeros_like
 from fedbilevel.federation import Federation
+from fedbilevel.federation.environment import Environment
 
 
 class State(NamedTuple):
@@ -77,6 +78,58 @@ class GradientAndProduct(Evaluation):
         return {"q": q, "hv": hv}
 
 
+class OwnFactor(Evaluation):
+    """v_i <- grad_y f_i at t = Q, v_i <- (I - lambda d2yy g_i) v_i later; the client keeps v_i.
+
+    It replaces lines 5 and 6 where y belongs to the clients.
+
+    Args:
+        neumann_lr: The step lambda of the estimate.
+        begins: Whether this is t = Q.
+    """
+
+    name = "factor"
+    fixed_x = True
+    batch = "both"
+    reply: ClassVar = {}
+
+    neumann_lr: Positive
+    begins: bool
+
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate v_i."""
+        if self.begins:
+            return {"v": oracle.upper_gradient_y(m["x"], m["y"], batch)}
+        product = oracle.hessian_product(m["x"], m["y"], m["v"], batch)
+        return {"v": m["v"] - self.neumann_lr * product}
+
+    def finish(self, c: dict[str, Tree]) -> dict[str, Tree]:
+        """Reply with nothing."""
+        return {}
+
+    def own(self, c: dict[str, Tree]) -> dict[str, Tree]:
+        """Keep v_i."""
+        return c
+
+
+class OwnFactorsHypergradient(Evaluation):
+    """h_i = grad_x f_i - scale d2xy g_i v_i, with the v_i that the client has kept.
+
+    Args:
+        scale: lambda (N + 1).
+    """
+
+    name = "hypergradient"
+    batch = "both"
+    reply: ClassVar = {"h": "x"}
+
+    scale: Positive
+
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
+        """Evaluate h_i."""
+        return {"h": oracle.hypergradient(m["x"], m["y"], self.scale * m["v"], batch)}
+
+
 @register("aggitd")
 @dataclass(frozen=True, kw_only=True)
 class AggITD(Algorithm):
@@ -104,6 +157,10 @@ class AggITD(Algorithm):
     p or h where they are used; up come one or two trees like y per round, and two like x at the
     end. With `lower="sgd"` nobody uses q: it is not asked for, and the exchanges of t < Q are left
     out: 2N + 3 - Q rounds, on average 1.5 N + 3, and tau gradients for a lower round.
+
+    Where y belongs to the clients (`Problem.owner`), each keeps its y_i and its z_i and applies the
+    factors itself, with its own Hessian; the lower rounds need no q. The rounds t < Q have one
+    exchange, later ones two, and x and h are all that travels.
 
     Departures from print: line 6 lacks lambda, and line 15 uses z^{N-1} for Q < N; both contradict
     the paper's own formula of the estimator, which is implemented (`printed=True` does as printed).
@@ -144,6 +201,8 @@ class AggITD(Algorithm):
         ('completed', 4)
     """
 
+    client_levels = ("y",)
+
     lr_x: Step = 0.01
     lr_y: Step = 0.003
     neumann_lr: Positive = 0.01
@@ -161,6 +220,8 @@ class AggITD(Algorithm):
 
     def iterate(self, s: State, fed: Federation) -> State:
         """Run N lower rounds with the estimate of p along them, then one upper round."""
+        if fed.problem.client_levels:
+            return self.iterate_on_own_y(s, fed)
         N = self.inner_rounds
         x, y = s
         S = fed.sample()
@@ -190,6 +251,33 @@ class AggITD(Algorithm):
         h = fed.ask(Hypergradient(), S, x=x, y=y, p=p).mean("h")
         x = x + fed.ask(self.upper_round(), S, x=x, y=y, h=h).mean("dx")
         return State(fed.problem.project(x), y)
+
+    def iterate_on_own_y(self, s: State, fed: Federation) -> State:
+        """Run the same loops where y belongs to the clients, who keep y_i and v_i."""
+        N = self.inner_rounds
+        x, y = s
+        S = fed.sample()
+        Q = fed.draw(N + 1)
+        lower_round = LowerRound(lr_y=self.lr_y, lower="sgd", steps=self.lower_steps or "local")
+        for t in range(N + 1):
+            if t >= Q:
+                factor = OwnFactor(neumann_lr=self.neumann_lr, begins=t == Q)
+                fed.ask(factor, S, x=x, y=y, v=zeros_like(y))
+            if t < N:
+                fed.ask(lower_round, S, x=x, y=y)
+        hypergradient = OwnFactorsHypergradient(scale=self.neumann_lr * (N + 1))
+        h = fed.ask(hypergradient, S, x=x, y=y, v=zeros_like(y)).mean("h")
+        x = x + fed.ask(self.upper_round(), S, x=x, y=y, h=h).mean("dx")
+        return State(fed.problem.project(x), y)
+
+    def check(self, problem: Problem, environment: Environment) -> None:
+        """Check as any algorithm, and settings without a meaning where y belongs to the clients."""
+        super().check(problem, environment)
+        self.check_whole_y(problem)
+        if problem.client_levels and self.printed:
+            raise ValueError(
+                "printed is True; where y belongs to the clients, as here, it must be False"
+            )
 
     def apply_factor(self, z: Tree, hz: Tree) -> Tree:
         """Return (I - lambda H) z, or (I - H) z as line 6 is printed."""

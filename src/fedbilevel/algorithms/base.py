@@ -15,6 +15,8 @@ from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
 
+ClientLevels = tuple[Literal["x", "y"], ...]
+
 
 class State(Protocol):
     """The server's state between two iterations.
@@ -60,6 +62,8 @@ class Algorithm(ABC):
             problem; "single" for a single-level baseline.
         lower_levels: The kinds of lower levels it can solve, see `Problem.lower_level`.
         submodels: Whether clients may hold parts of the model, see `Environment.capacity`.
+        client_levels: The levels, "x" and "y", of which it allows variables that belong to the
+            clients, see `Problem.owner`.
 
     Examples:
         >>> import fedbilevel as fb
@@ -72,9 +76,27 @@ class Algorithm(ABC):
     solves: ClassVar[Literal["global", "local", "single"]] = "global"
     lower_levels: ClassVar[tuple[Literal["shared", "private"], ...]] = ("shared",)
     submodels: ClassVar[bool] = False
+    client_levels: ClassVar[ClientLevels] = ()
 
     def __post_init__(self) -> None:
         settings.check(self)
+
+    def check_whole_y(self, problem: Problem) -> None:
+        """Refuse a problem of whose y the clients own a part; for methods that need all or none.
+
+        Args:
+            problem: The problem to solve.
+
+        Raises:
+            ValueError: The server and the clients own parts of y.
+        """
+        names = problem.y.keys()
+        owned = problem.client_names & names
+        if owned and owned != names:
+            raise ValueError(
+                f"{self.name} needs all of y with the clients or none of it, but this problem's "
+                f"owner leaves {min(names - owned)!r} to the server; simfbo takes both"
+            )
 
     @abstractmethod
     def init(self, problem: Problem) -> Any:
@@ -122,9 +144,25 @@ class Algorithm(ABC):
             environment: The conditions under which clients take part.
 
         Raises:
-            ValueError: If the problem's lower level is of another kind than this method is for, or
-                if clients hold submodels and the method or the problem does not provide for them.
+            ValueError: If the problem's lower level is of another kind than this method is for, if
+                clients own variables that it needs on the server, or if clients hold submodels and
+                the method or the problem does not provide for them.
         """
+        for level in problem.client_levels:
+            if level not in self.client_levels:
+                from fedbilevel.algorithms import registry  # which imports this module
+
+                able = [n for n in registry.names() if level in registry.get(n).client_levels]
+                raise ValueError(
+                    f"{self.name} needs {level} on the server, but this problem's owner gives "
+                    f"{min(problem.client_names & vars(problem)[level].keys())!r} to the clients; "
+                    f"methods for a client's own {level} are {', '.join(able)}"
+                )
+        if problem.client_names and environment.uses_submodels:
+            raise ValueError(
+                f"capacity is {environment.capacity}, and owner gives variables to the clients; "
+                "one of the two must be left out"
+            )
         if problem.lower_level not in self.lower_levels:
             raise ValueError(
                 f"{self.name} is for a {self.lower_levels[0]} lower level; "

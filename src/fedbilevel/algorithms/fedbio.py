@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, ClientLevels
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import storm
 from fedbilevel.core.oracle import Directions, Oracle
@@ -77,6 +77,10 @@ class Descend(Phase):
         """Reply with the displacements."""
         return displacements(c.now, c.start)
 
+    def own(self, c: Local) -> dict[str, Tree]:
+        """Keep the last local values."""
+        return c.now._asdict()
+
 
 @register("fedbio")
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,8 @@ class FedBiO(Algorithm):
         y <- y - lr_y grad_y g_i,
         z <- P_r(z - lr_z (d2yy g_i z - grad_y f_i)),
 
-    and the server averages x, y and z (the paper calls z u).
+    and the server averages x, y and z (the paper calls z u). Of what belongs to the clients
+    (`Problem.owner`) each keeps its own last value.
 
     Cost per iteration: one round. Gradients per client: 3 per local step (one fused evaluation).
     Down: x, y, z. Up: their displacements.
@@ -128,6 +133,8 @@ class FedBiO(Algorithm):
         >>> bool(task.phi(result.x) < task.phi(task.problem.x))
         True
     """
+
+    client_levels: ClassVar[ClientLevels] = ("x", "y")
 
     lr_x: Step = 0.05
     lr_y: Step = 0.1
@@ -312,6 +319,8 @@ class FedBiOAcc(FedBiO):
         >>> bool(task.phi(result.x) < task.phi(task.problem.x))
         True
     """
+
+    client_levels = ()
 
     momentum_weight: Fraction = 0.25
 

@@ -15,6 +15,7 @@ from fedbilevel.algorithms.shared import (
     HessianProduct,
     Hypergradient,
     HypergradientBatch,
+    LocalHypergradient,
     LowerGradient,
     LowerRound,
     OwnHypergradient,
@@ -30,6 +31,7 @@ from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive, StepsOrEpochs
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
+from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Message, Number, StepBatch
 
 
@@ -140,6 +142,11 @@ class FedNest(_NestedLoops):
     Clients send displacements. A new cohort is drawn for every lower round, for v, for every factor
     of p, and for h with the steps on x: with one cohort for v and h their product would be biased.
 
+    Where y belongs to the clients (`Problem.owner`), FedInn is plain local steps on y_i, without
+    the correction q, and each client sums its own Neumann series: then the mean of these
+    hypergradients is the true one. One cohort serves an iteration of T + 2 rounds, in which x and h
+    are all that travels.
+
     `compat="reference"` does what the published code does, which is not the published algorithm
     (docs/errata.md): each client multiplies by its own Hessian H_i only, and the server averages
     the proposals of all factors so far, so that
@@ -190,6 +197,8 @@ class FedNest(_NestedLoops):
         (5, True)
     """
 
+    client_levels = ("y",)
+
     truncation: Literal["sum", "random"] = "sum"
     compat: Literal["reference"] | None = None
 
@@ -200,6 +209,8 @@ class FedNest(_NestedLoops):
 
     def iterate(self, s: State, fed: Federation) -> State:
         """Run FedInn, FedIHGP and FedOut."""
+        if fed.problem.client_levels:
+            return self.iterate_on_own_y(s, fed)
         x = s.x
         y = self.fed_inn(s.x, s.y, fed)
         S = fed.sample()
@@ -212,6 +223,29 @@ class FedNest(_NestedLoops):
         h = fed.ask(Hypergradient(full=self.as_coded), S, x=x, y=y, p=p).mean("h")
         x = x + fed.ask(self.upper_round(), S, x=x, y=y, h=h).mean("dx")
         return State(fed.problem.project(x), y)
+
+    def iterate_on_own_y(self, s: State, fed: Federation) -> State:
+        """Run the same loops where y belongs to the clients: only x and h travel."""
+        S = fed.sample()
+        lower_round = LowerRound(lr_y=self.lr_y, lower="sgd", steps=self.lower_steps or "local")
+        for _ in range(self.inner_rounds):
+            fed.ask(lower_round, S, x=s.x, y=s.y)
+        ihgp = LocalHypergradient(neumann_lr=self.neumann_lr, terms=self.neumann_steps + 1)
+        h = fed.ask(ihgp, S, x=s.x, y=s.y).mean("h")
+        x = s.x + fed.ask(self.upper_round(), S, x=s.x, y=s.y, h=h).mean("dx")
+        return s._replace(x=fed.problem.project(x))
+
+    def check(self, problem: Problem, environment: Environment) -> None:
+        """Check as any algorithm, and settings without a meaning where y belongs to the clients."""
+        super().check(problem, environment)
+        self.check_whole_y(problem)
+        if not problem.client_levels:
+            return
+        if self.as_coded or self.truncation == "random":
+            raise ValueError(
+                f"truncation is {self.truncation!r} and compat {self.compat!r}; where y belongs to "
+                "the clients, as here, they must be 'sum' and None"
+            )
 
     def fed_ihgp(self, x: Tree, y: Tree, v: Tree, fed: Federation) -> Tree:
         """FedIHGP: return an estimate p of [mean H]^-1 v."""

@@ -15,6 +15,7 @@ from fedbilevel.algorithms.shared import (
     Episodes,
     Evaluation,
     HypergradientBatch,
+    LocalHypergradient,
     LowerRound,
     OwnHypergradient,
     descend_lower,
@@ -29,7 +30,7 @@ from fedbilevel.core.settings import Count, Positive, StepsOrEpochs, at_least, p
 from fedbilevel.core.tree import Tree, dot, flatten, norm, project, unflatten, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
-from fedbilevel.federation.phase import Number, StepBatch, Steps
+from fedbilevel.federation.phase import Number, Steps
 
 DIRECTIONS_STREAM = 3  # folded into the key of a batch, for the random directions of "response"
 
@@ -60,21 +61,6 @@ class SecondOrder(OwnHypergradient):
         d_z = oracle.hessian_product(x, y, z, batch) - oracle.upper_gradient_y(x, y, batch)
         d_x = oracle.hypergradient(x, y, z, batch)
         return d_x, d_z
-
-
-class LocalHypergradient(SecondOrder, Evaluation):
-    """H_i at the server's x and y."""
-
-    name = "hypergradient"
-    reply: ClassVar = {"h": "x"}
-
-    def step(self, m: Mapping[str, Tree], oracle: Oracle, batches: StepBatch) -> dict[str, Tree]:
-        """Evaluate H_i."""
-        batch, fresh = self.split(batches)
-        embedded = oracle.embed(m["x"], batch)
-        fresh_embedded = [oracle.embed(m["x"], other) for other in fresh]
-        h = self.own_hypergradient(oracle, m["x"], m["y"], embedded, fresh_embedded)
-        return {"h": h}
 
 
 class GlobalDirections(SecondOrder, Evaluation):
@@ -142,6 +128,9 @@ class RABO(Algorithm):
         d_x = grad_x f_i - d2xy g_i z,                    x <- x - lr_x mean of d_x,
         d_z = d2yy g_i z - grad_y f_i,                    z <- P_r(z - lr_z mean of d_z).
 
+    Where y belongs to the clients (`Problem.owner`), each keeps its y_i, and the mean of the H_i is
+    the true hypergradient, up to the truncation of the inverse.
+
     Where the lower level is private, a local step is an episode with its own y_i, which takes T
     steps from the shared y; y moves by the mean displacement and H_i is the mean over the local
     episodes.
@@ -202,6 +191,7 @@ class RABO(Algorithm):
     solves = "local"
     lower_levels = ("shared", "private")
     submodels = True
+    client_levels = ("y",)
     local_phase: ClassVar[type[LocalHypergradient]] = LocalHypergradient
     global_phase: ClassVar[type[GlobalDirections]] = GlobalDirections
     episode_phase: ClassVar[type[EpisodeHypergradients]] = EpisodeHypergradients
@@ -242,6 +232,12 @@ class RABO(Algorithm):
     def check(self, problem: Problem, environment: Environment) -> None:
         """Refuse, besides, settings without a meaning where every episode has its own y."""
         super().check(problem, environment)
+        self.check_whole_y(problem)
+        if problem.client_levels and self.hypergradient == "global":
+            raise ValueError(
+                "hypergradient is 'global'; where y belongs to the clients, as here, their own "
+                "Hessians are the right ones: it must be 'local'"
+            )
         if problem.lower_level == "shared":
             return
         if self.hypergradient_batch != "one":

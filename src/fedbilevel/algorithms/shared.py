@@ -196,6 +196,10 @@ class LowerRound(CorrectedRound):
         """Reply with the displacement."""
         return {"dy": c.y_i - c.y}
 
+    def own(self, c: LowerCarry) -> dict[str, Tree]:
+        """Keep y_i, where y belongs to the clients."""
+        return {"y": c.y_i}
+
 
 class UpperCarry(NamedTuple):
     """A client's copy x_i, and what the server sent; h is empty where the client has its own."""
@@ -401,6 +405,21 @@ class OwnHypergradient(Phase):
 
         p = self.solve(product, oracle.upper_gradient_y(x, y, batch), batch, fresh)
         return oracle.hypergradient(x, y, p, batch)
+
+
+class LocalHypergradient(OwnHypergradient, Evaluation):
+    """H_i = grad_x f_i - d2xy g_i [d2yy g_i]^-1 grad_y f_i at the point that the server sent."""
+
+    name = "hypergradient"
+    reply: ClassVar = {"h": "x"}
+
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batches: StepBatch) -> dict[str, Tree]:
+        """Evaluate H_i."""
+        batch, fresh = self.split(batches)
+        embedded = oracle.embed(m["x"], batch)
+        fresh_embedded = [oracle.embed(m["x"], other) for other in fresh]
+        h = self.own_hypergradient(oracle, m["x"], m["y"], embedded, fresh_embedded)
+        return {"h": h}
 
 
 def random_hypergradient(

@@ -65,6 +65,7 @@ class Descend(SingleLoopPhase):
     lr_y: Number
     lr_z: Number
     coefficient_momentum: Decay = 0.0
+    radius: Positive = 1000.0
 
     def start(self, m: Message) -> Local:
         """Start at the server's point, with sums that are 0."""
@@ -92,6 +93,10 @@ class Descend(SingleLoopPhase):
     def finish(self, c: Local) -> dict[str, Tree]:
         """Reply with the sums."""
         return {"qx": c.q.x, "qy": c.q.y, "qz": c.q.z}
+
+    def own(self, c: Local) -> dict[str, Tree]:
+        """Keep the last local values, with z in its ball, as the server does."""
+        return {"x": c.x, "y": c.y, "z": project(c.z, self.radius)}
 
 
 class DescendMean(Descend):
@@ -134,6 +139,10 @@ class SimFBO(Algorithm):
     P_r the projection onto the ball of `radius`. With tau_i = 1 the local step sizes have no
     effect.
 
+    What belongs to the clients (`Problem.owner`) takes the local steps alone: client i keeps its
+    last y_i and P_r(z_i), or its last x_i. A client's own y has its own linear system, so that the
+    mean of d_x follows the mean of the clients' hypergradients, which is then the true one.
+
     Cost per iteration: one round; 3 gradients per client and local step (one fused evaluation), 7
     with `independent_batches`; x, y and z go down, three directions of the same sizes come up.
 
@@ -175,6 +184,7 @@ class SimFBO(Algorithm):
         ('completed', True)
     """
 
+    client_levels = ("x", "y")
     local_phase: ClassVar[type[Descend]] = Descend
 
     lr_x: Step = 0.05
@@ -213,6 +223,7 @@ class SimFBO(Algorithm):
             damping=self.damping,
             independent_batches=self.independent_batches,
             coefficient_momentum=self.coefficient_momentum,
+            radius=self.radius,
         )
 
 

@@ -21,7 +21,7 @@ from fedbilevel.core.settings import Fraction, NonNegative, Positive
 from fedbilevel.core.tree import Tree, norm, project, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
-from fedbilevel.federation.phase import Message, Phase, Steps
+from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
 Policy = Literal["static", "rolling", "importance"]
 # This multiple of the mean eigenvalue is added to all: what is far below it is rounding.
@@ -82,6 +82,59 @@ class SeparateDirectionsAtPoint(DirectionsAtPoint):
     summed = False
 
 
+class OwnMoves(DirectionsAtPoint):
+    """As `DirectionsAtPoint`; the client takes the server's step on the y and z that it owns.
+
+    It remembers their momenta and sums of squares.
+    """
+
+    remembers = True
+
+    lr_y: Number
+    lr_z: Number
+    momentum_weight: Fraction
+    radius: Positive
+
+    def start(self, m: Message) -> Any:
+        """Take the server's point, and the client's momenta and sums."""
+        zeros = {"y": zeros_like(m.y), "z": zeros_like(m.z)}
+        sums = {name: zero.map(gram) for name, zero in zeros.items()}
+        return super().start(m), m.memory or {"m": zeros, "s": sums}
+
+    def step(self, c: Any, oracle: Oracle, batch: Any) -> Any:
+        """Add the directions on one batch to the sums."""
+        local, memory = c
+        return super().step(local, oracle, batch), memory
+
+    def finish(self, c: Any) -> dict[str, Any]:
+        """Reply with the means; remember the new momenta and sums of squares."""
+        local, memory = c
+        return {**super().finish(local), "memory": self.renew(local, memory)}
+
+    def own(self, c: Any) -> dict[str, Tree]:
+        """Keep y and z after a whitened step along the new momenta."""
+        local, memory = c
+        new = self.renew(local, memory)
+        y = local.y - self.lr_y * new["m"]["y"].map(whiten, new["s"]["y"])
+        z = local.z - self.lr_z * new["m"]["z"].map(whiten, new["s"]["z"])
+        return {"y": y, "z": project(z, self.radius)}
+
+    def renew(self, c: Local, memory: Any) -> dict[str, dict[str, Tree]]:
+        """Return momenta and sums of squares with the directions of this task."""
+        w = self.momentum_weight
+        h = {"y": c.q.y / c.steps, "z": c.q.z / c.steps}
+        return {
+            "m": {name: (1 - w) * memory["m"][name] + w * h[name] for name in h},
+            "s": {name: memory["s"][name] + h[name].map(gram) for name in h},
+        }
+
+
+class SeparateOwnMoves(OwnMoves):
+    """As `OwnMoves`; the server reads every reply by itself, to remember it."""
+
+    summed = False
+
+
 @register("unifbo")
 @dataclass(frozen=True, kw_only=True)
 class UniFBO(Algorithm):
@@ -120,6 +173,9 @@ class UniFBO(Algorithm):
     `AFBO`), however old: every client counts once, whatever its speed. Steps are then divided by
     sqrt(1 + the mean age of these replies, in iterations), and models are whole.
 
+    Where y belongs to the clients (`Problem.owner`), each takes the steps on its y_i and z_i by
+    itself, with its own m and S.
+
     Cost per iteration: one round; 3 gradients per client and local batch; x, y and z go down, three
     directions of the same sizes come up (those of the submodel, if clients hold one). The server
     decomposes one matrix per tensor, of the size of its smaller side.
@@ -152,6 +208,7 @@ class UniFBO(Algorithm):
     """
 
     submodels = True
+    client_levels = ("y",)
 
     lr_x: Step = 0.02
     lr_y: Step = 0.02
@@ -207,14 +264,28 @@ class UniFBO(Algorithm):
         """Return h, the mean over a cohort, with a barrier."""
         C = fed.sample()
         submodels = assign_submodels(fed, C, s.x, s.y, self.policy)
-        phase = DirectionsAtPoint(damping=self.damping)
+        phase: Phase = DirectionsAtPoint(damping=self.damping)
+        if fed.problem.client_levels:
+            phase = OwnMoves(**self.own_moves())
         r = fed.ask(phase, C, submodels=submodels, x=s.x, y=s.y, z=s.z)
         mean = r.coverage_mean if any(submodels) else r.mean
         return mean("hx"), mean("hy"), mean("hz")
 
+    def own_moves(self) -> dict[str, Any]:
+        """Return the settings of the clients' own steps."""
+        return {
+            "damping": self.damping,
+            "lr_y": self.lr_y,
+            "lr_z": self.lr_z,
+            "momentum_weight": self.momentum_weight,
+            "radius": self.radius,
+        }
+
     def collect_replies(self, s: State, fed: Federation) -> tuple[State, tuple[Tree, ...], float]:
         """Return h, the mean over the last replies of all clients, and the scale of the steps."""
-        phase = SeparateDirectionsAtPoint(damping=self.damping)
+        phase: Phase = SeparateDirectionsAtPoint(damping=self.damping)
+        if fed.problem.client_levels:
+            phase = SeparateOwnMoves(**self.own_moves())
         fed.post(phase, s.idle or range(len(fed)), x=s.x, y=s.y, z=s.z)
         r = fed.collect()
         latest = LatestReplies(*s.latest).with_replies(r, fed.iteration)

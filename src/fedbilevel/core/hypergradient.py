@@ -3,6 +3,10 @@
     grad Phi(x) = grad_x F - d2xy G [d2yy G]^-1 grad_y F    at (x, y*(x)),
     F = sum_i p_i f_i,   G = sum_i p_i g_i.
 
+A variable that belongs to the clients (`Problem.owner`) has a leading axis here, over all clients:
+client i computes with entry i. With client-owned y the Hessian is block diagonal, and grad Phi is
+the weighted mean of the clients' own hypergradients.
+
 The lower level is solved to the precision of its dtype. These functions read the data of all
 clients, which no algorithm may do: they are for tests, metrics and small problems. The derivatives
 that algorithms use, Hessian products included, are in `Oracle` (oracle.py).
@@ -54,6 +58,8 @@ class PooledProblem:
             )
         self.oracle = Oracle(problem)
         self.weights = client_weights(weights, clients)
+        self.owned = problem.client_names
+        self.start = self._for_all(problem.y, len(clients))
         key = torch.zeros((), dtype=torch.int64)
         self.batches = [Batch(client.train, client.val, key) for client in clients]
 
@@ -66,8 +72,37 @@ class PooledProblem:
         return self._mean(self.oracle.lower, x, y)
 
     def _mean(self, loss: Callable[[Tree, Tree, Batch], Tensor], x: Tree, y: Tree) -> Tensor:
-        values = [loss(x, y, batch) for batch in self.batches]
+        values = []
+        for i, batch in enumerate(self.batches):
+            values.append(loss(self._of_client(x, i), self._of_client(y, i), batch))
         return torch.stack([p * value for p, value in zip(self.weights, values, strict=True)]).sum()
+
+    def _for_all(self, tree: Mapping[str, Tensor], clients: int) -> Tree:
+        """A tree with an entry per client of the variables that belong to the clients."""
+        return Tree(
+            {n: t.expand(clients, *t.shape) if n in self.owned else t for n, t in tree.items()}
+        )
+
+    def _of_client(self, tree: Tree, i: int) -> Tree:
+        """What client i computes with."""
+        if not self.owned:
+            return tree
+        return Tree({n: t[i] if n in self.owned else t for n, t in tree.items()})
+
+    def checked(self, x: Mapping[str, Tensor]) -> Tree:
+        """x as a tree, unless a variable of the clients lacks the axis over them.
+
+        Raises:
+            ValueError: It has another shape.
+        """
+        n = len(self.batches)
+        for name, start in self.oracle.problem.x.items():
+            expected = (n, *start.shape) if name in self.owned else start.shape
+            if x[name].shape != expected:
+                raise ValueError(
+                    f"x[{name!r}] has shape {tuple(x[name].shape)}; it must have {tuple(expected)}"
+                )
+        return Tree(x)
 
     def lower_slope(self, x: Tree, y: Tree, v: Tree) -> Tensor:
         """<grad_y G, v>; its gradients are the second-order products with v."""
@@ -127,13 +162,13 @@ def solve_lower(
     Args:
         problem: A problem with a shared lower level that is strongly convex in y.
         clients: The data of all clients.
-        x: The upper variables.
+        x: The upper variables; those of the clients with a leading axis over clients.
         method: "exact" builds the Hessian (y of at most 5,000 entries), "cg" and "neumann" solve
             for Newton steps by conjugate gradients.
         weights: The weights p_i: "uniform", "samples" or one number per client.
 
     Returns:
-        y*(x), a tree like y.
+        y*(x), a tree like y; variables of the clients have a leading axis over clients.
 
     Raises:
         ValueError: The lower level is private, could not be solved or is not strongly convex, or
@@ -147,7 +182,8 @@ def solve_lower(
         >>> torch.allclose(y["y"], task.y_star(task.problem.x)["y"])
         True
     """
-    return _solve_lower(PooledProblem(problem, clients, weights), Tree(x), method)
+    pooled = PooledProblem(problem, clients, weights)
+    return _solve_lower(pooled, pooled.checked(x), method)
 
 
 def _solve_lower(pooled: PooledProblem, x: Tree, method: Method) -> Tree:
@@ -157,7 +193,7 @@ def _solve_lower(pooled: PooledProblem, x: Tree, method: Method) -> Tree:
     y. A small gradient would not do: it may belong to a plateau.
     """
     checks.one_of("method", method, METHODS)
-    _, y = pooled.oracle.problem.start
+    y = pooled.start
     precision = torch.finfo(next(iter(y.values())).dtype).eps
     gradient = grad(pooled.lower, argnums=1)
     previous = float("inf")
@@ -230,7 +266,7 @@ def phi(
     Args:
         problem: A problem with a shared lower level that is strongly convex in y.
         clients: The data of all clients.
-        x: The upper variables.
+        x: The upper variables; those of the clients with a leading axis over clients.
         method: How to solve the lower level; see `solve_lower`.
         weights: The weights p_i: "uniform", "samples" or one number per client.
 
@@ -250,7 +286,8 @@ def phi(
         True
     """
     pooled = PooledProblem(problem, clients, weights)
-    return pooled.upper(Tree(x), _solve_lower(pooled, Tree(x), method))
+    x = pooled.checked(x)
+    return pooled.upper(x, _solve_lower(pooled, x, method))
 
 
 def hypergradient(
@@ -268,7 +305,7 @@ def hypergradient(
     Args:
         problem: A problem with a shared lower level that is strongly convex in y.
         clients: The data of all clients.
-        x: The upper variables.
+        x: The upper variables; those of the clients with a leading axis over clients.
         method: How to solve the linear system: "exact" builds the Hessian (y of at most 5,000
             entries), "cg" uses conjugate gradients, "neumann" as many terms of the Neumann series,
             at most 2,000, as leave a relative residual of 1e-10.
@@ -298,7 +335,7 @@ def hypergradient(
     """
     checks.one_of("method", method, METHODS)
     pooled = PooledProblem(problem, clients, weights)
-    x = Tree(x).map(torch.Tensor.detach)
+    x = pooled.checked(x).map(torch.Tensor.detach)
     y = _solve_lower(pooled, x, method)
     f_x, f_y = grad(pooled.upper, argnums=(0, 1))(x, y)
     linear_solver = solver or _linear_solver(pooled, x, y, method)
@@ -364,7 +401,7 @@ def finite_difference(
     Args:
         problem: A problem with a shared lower level that is strongly convex in y.
         clients: The data of all clients.
-        x: The upper variables.
+        x: The upper variables; those of the clients with a leading axis over clients.
         direction: The direction v, a dict like x.
         step: The step h.
         weights: The weights p_i: "uniform", "samples" or one number per client.

@@ -24,6 +24,7 @@ from fedbilevel.core.tree import Tree
 
 Data = tuple[Tensor, ...] | dict[str, Tensor]
 Loss = Callable[..., Tensor]
+Owner = Literal["server", "client"]
 T = TypeVar("T")
 
 
@@ -167,7 +168,12 @@ class Problem:
         F = sum_i p_i f_i,   G = sum_i p_i g_i,
 
     where f_i is the upper loss on the validation data of client i, g_i the lower loss on its
-    training data and p_i its weight. A loss is a function of `(x, y, batch)`, or of
+    training data and p_i its weight. Variables belong to the server, which shares them with all
+    clients, unless `owner` says that each client has its own: with client-owned y, for example,
+
+        Phi(x) = sum_i p_i f_i(x, y_i*(x))    with    y_i*(x) = argmin_y g_i(x, y).
+
+    A loss is a function of `(x, y, batch)`, or of
     `(x, y, batch, rng)` if it draws random numbers, and returns the mean over the samples of the
     batch as a 0-d tensor. `batch` has the structure of one side of `ClientData`.
 
@@ -191,12 +197,15 @@ class Problem:
             `{"conv1.weight": ("c1", None, None, None)}`. In submodels, dimensions of one name are
             cut together and those named None are never cut. `fedbilevel.nets.axes` finds the axes
             of a module.
+        owner: "client" for each variable of x or y, by name, that every client has for itself, such
+            as the head of a personal model. It starts from the given value, stays with the client
+            and is never sent. Variables that are not named belong to the "server".
 
     Raises:
         TypeError: A loss is not callable or takes another number of arguments, x or y is not a
             non-empty dict of floating tensors, or their dtypes differ.
         ValueError: `lower_level` is unknown, x and y share a name, hold values that are not finite,
-            or do not fit `axes`.
+            or do not fit `axes`; `owner` names no variable, or leaves the server none.
 
     Examples:
         Ridge regression whose regularisation is tuned on validation data:
@@ -225,6 +234,7 @@ class Problem:
     project_x: Callable[[Tree], Tree] | None = None
     embed: Callable[..., Data] | None = None
     axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    owner: Mapping[str, Owner] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.one_of("lower_level", self.lower_level, ("shared", "private"))
@@ -248,6 +258,74 @@ class Problem:
         if len({value.dtype for value in [*self.x.values(), *self.y.values()]}) > 1:
             raise TypeError("x and y hold tensors of several dtypes; all must have the same")
         count_units(self.axes, {**self.x, **self.y})
+        self._check_owners()
+
+    def _check_owners(self) -> None:
+        variables = {**self.x, **self.y}
+        for name, owner in self.owner.items():
+            checks.one_of("owner names the variable", name, variables)
+            checks.one_of(f"owner[{name!r}]", owner, ("server", "client"))
+        if self.client_names == variables.keys():
+            raise ValueError(
+                "owner gives every variable to the clients; the server must own at least one"
+            )
+        if self.client_names and self.lower_level == "private":
+            raise ValueError(
+                f"owner gives {min(self.client_names)!r} to the clients and lower_level is "
+                "'private'; it must be 'shared' for variables that clients keep"
+            )
+
+    @functools.cached_property
+    def client_names(self) -> frozenset[str]:
+        """The names of the variables that belong to the clients."""
+        return frozenset(name for name, owner in self.owner.items() if owner == "client")
+
+    @functools.cached_property
+    def client_levels(self) -> tuple[str, ...]:
+        """The levels, "x" and "y", that have variables which belong to the clients."""
+        return tuple(level for level in ("x", "y") if self.client_names & vars(self)[level].keys())
+
+    def server_part(self, tree: Mapping[str, Tensor]) -> Tree:
+        """The variables of a tree, shaped like x or y, that belong to the server."""
+        return Tree({name: t for name, t in tree.items() if name not in self.client_names})
+
+    def client_part(self, tree: Mapping[str, Tensor]) -> Tree:
+        """The variables of a tree, shaped like x or y, that belong to a client."""
+        return Tree({name: t for name, t in tree.items() if name in self.client_names})
+
+    def join_parts(
+        self, level: str, server: Mapping[str, Tensor], client: Mapping[str, Tensor]
+    ) -> Tree:
+        """A whole tree, shaped like x or y, of the server's and a client's part of it.
+
+        Args:
+            level: "x" or "y".
+            server: The server's part.
+            client: The client's part; what it lacks is taken from the start.
+
+        Returns:
+            A tree with the names of the level, in their order.
+        """
+        whole = vars(self)[level]
+        if not self.client_names:
+            return Tree(server)
+        return Tree({n: server[n] if n in server else client.get(n, whole[n]) for n in whole})
+
+    def client_point(
+        self, x: Tree, y: Tree, own: Mapping[str, Mapping[str, Tensor]]
+    ) -> tuple[Tree, Tree]:
+        """The whole x and y of one client.
+
+        Args:
+            x: The server's part of x.
+            y: The server's part of y.
+            own: What the client has kept: its parts of "x" and "y"; what is missing is at its
+                start.
+
+        Returns:
+            x and y.
+        """
+        return self.join_parts("x", x, own.get("x", {})), self.join_parts("y", y, own.get("y", {}))
 
     @property
     def embeds_samples(self) -> bool:
@@ -256,8 +334,8 @@ class Problem:
 
     @property
     def start(self) -> tuple[Tree, Tree]:
-        """The initial x and y as trees."""
-        return Tree(self.x), Tree(self.y)
+        """The initial x and y of the server as trees; `x` and `y` have those of the clients too."""
+        return self.server_part(self.x), self.server_part(self.y)
 
     def to(self, device: str) -> Problem:
         """A copy of this problem with x and y on another device.
@@ -268,11 +346,10 @@ class Problem:
         Returns:
             The new problem; this one is unchanged.
         """
-        x, y = self.start
         return replace(
             self,
-            x=x.map(lambda tensor: tensor.to(device)),
-            y=y.map(lambda tensor: tensor.to(device)),
+            x={name: tensor.to(device) for name, tensor in self.x.items()},
+            y={name: tensor.to(device) for name, tensor in self.y.items()},
         )
 
     def with_precision(self, precision: Precision) -> Problem:
@@ -371,7 +448,7 @@ class Problem:
             ValueError: A loss is not finite, or draws from PyTorch's global generator, which would
                 make runs impossible to repeat.
         """
-        x, y = self.start
+        x, y = Tree(self.x), Tree(self.y)
         key = torch.zeros((), dtype=torch.int64, device=device)
         client = self.validated(client)
         levels = (("upper", self.upper, client.val), ("lower", self.lower, client.train))

@@ -131,6 +131,8 @@ def dot(a: Tree, b: Tree) -> Tensor:
         >>> dot(a, a)
         tensor(14.)
     """
+    if not a:
+        return torch.zeros(())
     return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
 
 
@@ -149,6 +151,8 @@ def norm(tree: Tree) -> Tensor:
         >>> norm(Tree(w=torch.tensor([3.0, 0.0]), b=torch.tensor(-4.0)))
         tensor(5.)
     """
+    if not tree:
+        return torch.zeros(())
     norms = torch.stack([torch.linalg.vector_norm(value) for value in tree.values()])
     total: Tensor = torch.linalg.vector_norm(norms)
     return total
@@ -188,6 +192,8 @@ def flatten(tree: Tree) -> Tensor:
         >>> flatten(Tree(w=torch.tensor([[1.0, 2.0]]), b=torch.tensor(3.0)))
         tensor([1., 2., 3.])
     """
+    if not tree:
+        return torch.zeros(0)
     return torch.cat([value.reshape(-1) for value in tree.values()])
 
 

@@ -176,6 +176,11 @@ def check(
         raise ValueError("clients is empty; a federation needs at least one")
     if problem.lower_level == "private":
         raise ValueError("check needs lower_level='shared'; this problem's is 'private'")
+    if problem.client_names:
+        raise ValueError(
+            "check needs a problem whose variables all belong to the server; this problem's owner "
+            f"gives {min(problem.client_names)!r} to the clients"
+        )
     environment = environment or Environment()
     environment.check(len(clients))
     device = str(next(iter(problem.x.values())).device)

@@ -19,6 +19,8 @@ def embeds_before_steps(problem: Problem, broadcast: Broadcast, batch_size: int 
     It does if x stays as it was sent and the task uses every sample (full batches or epochs).
     """
     phase = broadcast.phase
+    if problem.client_levels and "x" in problem.client_levels:
+        return False  # every client has an x of its own
     every_sample = phase.full or batch_size is None or phase.epochs is not None
     return phase.fixed_x and every_sample and problem.embeds_samples and "x" in broadcast.message
 

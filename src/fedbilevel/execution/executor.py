@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation.phase import Side
 from fedbilevel.federation.task import Results, Task
 
@@ -66,6 +67,10 @@ class Executor(ABC):
     @abstractmethod
     def samples(self, client: int, side: Side) -> int:
         """Return how many samples a client holds on one side: for training or for validation."""
+
+    def own(self, client: int) -> Mapping[str, Tree]:
+        """Return what a client has kept of the variables that it owns, by name in messages."""
+        return {}
 
     def mark(self) -> Mark:
         """Mark the present state; `rollback` returns to it, until the next mark is set."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class ClientLosses:
         checked = self.batch
         if oracle.problem.lower_level == "shared":
             checked = _on_device(Batch(data.train, data.val, key), device)
-        self(*oracle.problem.start, checked)
+        self(Tree(oracle.problem.x), Tree(oracle.problem.y), checked)
 
     def __call__(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the upper and the lower loss at (x, y) on a batch."""
@@ -111,6 +111,7 @@ class Losses:
         stack: Whether clients with batches of equal shape are evaluated together, under `vmap`.
         clients: The most clients to evaluate.
         samples: About how many samples to evaluate per level.
+        own: Returns what a client has kept of the variables that it owns (`Executor.own`).
 
     Attributes:
         groups: For each group of clients that are evaluated together, their weights (which sum to 1
@@ -144,10 +145,13 @@ class Losses:
         stack: bool = True,
         clients: int = MAX_CLIENTS,
         samples: int = MAX_SAMPLES,
+        own: Callable[[int], Mapping[str, Tree]] = lambda _: {},
     ) -> None:
+        self.problem = problem
+        self.own = own
         self.oracle = Oracle(problem)
         numbers, samples_each = evaluation_subset(seed, len(data), clients, samples)
-        groups: dict[Hashable, list[tuple[float, Batch]]] = defaultdict(list)
+        groups: dict[Hashable, list[tuple[int, Batch]]] = defaultdict(list)
         for i in numbers:
             with on_client(i, "before round 1"):
                 self.client_losses = ClientLosses(
@@ -157,20 +161,22 @@ class Losses:
             key: Hashable = i
             if stack:
                 key = repr([tensor.shape for tensor in pytree.tree_leaves(batch)])
-            groups[key].append((weights[i], batch))
+            groups[key].append((i, batch))
         total = sum(weights[i] for i in numbers)
         self.groups: list[tuple[list[float], Batch]] = []
+        self.clients: list[list[int]] = []  # of each group
         for group in groups.values():
+            self.clients.append([i for i, _ in group])
             batches = [batch for _, batch in group]
             stacked = pytree.tree_map(lambda *tensors: torch.stack(tensors), *batches)
-            self.groups.append(([p / total for p, _ in group], stacked))
+            self.groups.append(([weights[i] / total for i, _ in group], stacked))
 
     def __call__(self, x: Tree, y: Tree) -> dict[str, float]:
         """Evaluate both losses.
 
         Args:
-            x: The upper variables.
-            y: The lower variables.
+            x: The upper variables; of variables that belong to the clients, each uses its own.
+            y: The lower variables, likewise.
 
         Returns:
             `upper_loss` and `lower_loss`.
@@ -178,20 +184,33 @@ class Losses:
         upper_loss = 0.0
         lower_loss = 0.0
         with torch.no_grad():
-            for weights, batch in self.groups:
-                upper, lower = self._group_losses(x, y, batch, len(weights))
+            for (weights, batch), clients in zip(self.groups, self.clients, strict=True):
+                upper, lower = self._group_losses(x, y, batch, clients)
                 p = torch.tensor(weights, dtype=upper.dtype, device=upper.device)
                 upper_loss += float((p * upper).sum())
                 lower_loss += float((p * lower).sum())
         return {"upper_loss": upper_loss, "lower_loss": lower_loss}
 
-    def _group_losses(self, x: Tree, y: Tree, batch: Batch, clients: int) -> tuple[Tensor, Tensor]:
+    def _group_losses(
+        self, x: Tree, y: Tree, batch: Batch, clients: list[int]
+    ) -> tuple[Tensor, Tensor]:
         """Return the losses of each client of a group."""
-        if clients == 1:
+        problem = self.problem
+        parts = []
+        for client in clients:
+            own = self.own(client) if problem.client_names else {}
+            point = problem.client_point(x, y, own)
+            parts.append(dict(zip("xy", map(problem.client_part, point), strict=True)))
+
+        def losses(batch: Batch, own: dict[str, Tree]) -> tuple[Tensor, Tensor]:
+            return self.client_losses(*problem.client_point(x, y, own), batch)
+
+        if len(clients) == 1:
             alone = pytree.tree_map(lambda tensor: tensor[0], batch)
-            return self.client_losses(x, y, alone)
-        losses: tuple[Tensor, Tensor] = vectorized(lambda b: self.client_losses(x, y, b))(batch)
-        return losses
+            return losses(alone, parts[0])
+        stacked = pytree.tree_map(lambda *tensors: torch.stack(tensors), *parts)
+        values: tuple[Tensor, Tensor] = vectorized(losses)(batch, stacked)
+        return values
 
 
 def _on_device(batch: Batch, device: str) -> Batch:

@@ -17,7 +17,7 @@ import os
 import struct
 import tempfile
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -28,13 +28,18 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core import ranks
 from fedbilevel.core.codec import pack, unpack
-from fedbilevel.core.tree import nbytes
-from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.task import Values
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import Tree, nbytes, zeros_like
+from fedbilevel.federation.kinds import Kind
+from fedbilevel.federation.phase import Carry, Phase
+from fedbilevel.federation.task import Broadcast, Values
 
 SLACK = 2**26  # a file is rewritten when its outdated bytes exceed its valid ones by this many
 
-STAGES = "stages "  # the entry for what stages remember; the space keeps it apart from identifiers
+# The entries for what stages remember, and for variables that belong to the client; the space keeps
+# them apart from identifiers.
+STAGES = "stages "
+OWN = "own "
 
 Memory = dict[str, Any]
 Snapshot = dict[int, Memory] | tuple[str, int] | None
@@ -402,7 +407,7 @@ def _digest(header: Sequence[int], body: bytes) -> bytes:
 
 def phase_memory(memory: Memory) -> Memory:
     """Return what the phases of a client remember."""
-    return {name: value for name, value in memory.items() if name != STAGES}
+    return {name: value for name, value in memory.items() if name not in (STAGES, OWN)}
 
 
 def stage_memory(memory: Memory) -> Memory:
@@ -410,11 +415,78 @@ def stage_memory(memory: Memory) -> Memory:
     return memory.get(STAGES, {})  # type: ignore[no-any-return]
 
 
-def join_memories(of_phases: Memory, of_stages: Memory) -> Memory:
-    """Join what phases and stages remember into the memory of a client."""
-    if not of_stages:
-        return of_phases
-    return {**of_phases, STAGES: of_stages}
+def own_values(memory: Memory, kinds: Mapping[str, Kind], problem: Problem) -> dict[str, Tree]:
+    """Return a client's part of the values of a message, as the client has kept it.
+
+    Args:
+        memory: The memory of the client.
+        kinds: "x" or "y" for each value, by name (`Broadcast.client_kinds`).
+        problem: Has the start of x and y; other values start at 0.
+
+    Returns:
+        Trees by name, on the device of the problem.
+    """
+    kept = memory.get(OWN, {})
+    values = {}
+    for name, kind in kinds.items():
+        start = problem.client_part(problem.x if kind == "x" else problem.y)
+        if name in kept:
+            values[name] = kept[name]
+        elif name == kind:
+            values[name] = start
+        else:
+            values[name] = zeros_like(start)
+    return values
+
+
+def renew(
+    memory: Memory,
+    *,
+    phases: Memory | None = None,
+    stages: Memory | None = None,
+    own: Memory | None = None,
+) -> Memory:
+    """Return a client's memory with some of its parts replaced.
+
+    Args:
+        memory: The memory so far.
+        phases: What phases remember from now on; None to leave it.
+        stages: What stages remember from now on; None to leave it.
+        own: Values of variables that belong to the client; values of other names are kept.
+    """
+    renewed = dict(phase_memory(memory) if phases is None else phases)
+    stages = stage_memory(memory) if stages is None else stages
+    if stages:
+        renewed[STAGES] = stages
+    own = {**memory.get(OWN, {}), **(own or {})}
+    if own:
+        renewed[OWN] = own
+    return renewed
+
+
+def join_message(
+    values: Values, own: Mapping[str, Tree], broadcast: Broadcast, problem: Problem
+) -> Values:
+    """Return the values of a message whole: the server's part, and the client's own."""
+    whole = dict(values)
+    for name, kind in broadcast.client_kinds.items():
+        whole[name] = problem.join_parts(str(kind), values[name], own[name])
+    return whole
+
+
+def finish_task(phase: Phase, carry: Carry, broadcast: Broadcast, problem: Problem) -> Values:
+    """Return the reply of a phase, without the client's part, which is under `OWN`."""
+    reply = phase.finish(carry)
+    if not broadcast.client_kinds:
+        return reply
+    for name, kind in phase.reply.items():
+        if kind in problem.client_levels and isinstance(reply.get(name), Tree):
+            reply[name] = problem.server_part(reply[name])
+    kept = {}
+    for name, value in phase.own(carry).items():
+        if name in broadcast.client_kinds:
+            kept[name] = problem.client_part(value)
+    return {**reply, OWN: kept}
 
 
 def pop_memory(phase: Phase, reply: Values) -> Memory:

@@ -18,16 +18,20 @@ from fedbilevel.core.oracle import FeatureBatch, Oracle
 from fedbilevel.core.precision import Precision, products_in
 from fedbilevel.core.problem import Batch, ClientData, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
-from fedbilevel.core.tree import nbytes
+from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution._batches import SIDES, STAGE_STREAM, TaskBatches, phase_batch_size
 from fedbilevel.execution._features import embed_samples, embeds_before_steps
 from fedbilevel.execution._meter import Meter
 from fedbilevel.execution.executor import Executor, Mark
 from fedbilevel.execution.memories import (
+    OWN,
     Memories,
-    join_memories,
+    finish_task,
+    join_message,
+    own_values,
     phase_memory,
     pop_memory,
+    renew,
     stage_memory,
 )
 from fedbilevel.federation.kinds import reply_mismatch
@@ -113,7 +117,9 @@ class ReferenceExecutor(Executor):
                 carry = meter.run("first", phase.first, carry, oracle, batch)
             else:
                 carry = meter.run("step", phase.step, carry, oracle, batch)
-        reply = meter.run("finish", phase.finish, carry)
+        reply = meter.run(
+            "finish", lambda carry: finish_task(phase, carry, task.broadcast, self.problem), carry
+        )
 
         values = self._remember(task, reply)
         if why := reply_mismatch(values, phase.reply, self.problem, task.broadcast.submodel):
@@ -138,6 +144,9 @@ class ReferenceExecutor(Executor):
         remembered = {}
         if task.broadcast.phase.remembers:
             remembered["memory"] = phase_memory(self.memories.get(task.client, {}))
+        if kinds := task.broadcast.client_kinds:
+            own = own_values(self.memories.get(task.client, {}), kinds, self.problem)
+            for_all = join_message(for_all, own, task.broadcast, self.problem)
         steps = to_device(task.steps, self.device, self.dtype)
         return Message(**for_all, **for_client, **remembered, steps=steps)
 
@@ -184,14 +193,16 @@ class ReferenceExecutor(Executor):
         )
 
     def _remember(self, task: Task, reply: Values) -> Values:
-        """Store the memory that a phase leaves with its client; return the reply without it."""
+        """Store what a task leaves with its client; return the reply without it."""
         phase = task.broadcast.phase
         values = dict(reply)
-        if not phase.remembers:
-            return values
-        memory = pytree.tree_map(torch.clone, pop_memory(phase, values))
-        of_stages = stage_memory(self.memories.get(task.client, {}))
-        self.memories[task.client] = join_memories(memory, of_stages)
+        own = pytree.tree_map(torch.clone, values.pop(OWN, {}))
+        of_phases = None
+        if phase.remembers:
+            of_phases = pytree.tree_map(torch.clone, pop_memory(phase, values))
+        if phase.remembers or own:
+            memory = self.memories.get(task.client, {})
+            self.memories[task.client] = renew(memory, phases=of_phases, own=own)
         return values
 
     def _encode(self, task: Task, values: Values) -> Values:
@@ -204,12 +215,17 @@ class ReferenceExecutor(Executor):
         declared = task.broadcast.phase.reply
         payload, of_stages = encode_values(stages, values, declared, key, stage_memory(memory))
         if of_stages:
-            self.memories[task.client] = join_memories(phase_memory(memory), of_stages)
+            self.memories[task.client] = renew(memory, stages=of_stages)
         return payload
 
     def samples(self, client: int, side: Side) -> int:
         """Return how many samples a client holds on one side."""
         return self.problem.validated(self.clients[client]).size(side)
+
+    def own(self, client: int) -> dict[str, Tree]:
+        """Return what a client has kept of the variables that it owns."""
+        own: dict[str, Tree] = self.memories.get(client, {}).get(OWN, {})
+        return own
 
     def mark(self) -> Mark:
         """Mark what clients remember now."""

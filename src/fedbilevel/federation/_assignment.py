@@ -16,7 +16,7 @@ from fedbilevel.core.rng import fold_in, root
 from fedbilevel.core.submodels import Submodel, count_units
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation.environment import Environment
-from fedbilevel.federation.kinds import message_kinds, templates
+from fedbilevel.federation.kinds import client_kinds, message_kinds, templates
 from fedbilevel.federation.phase import Phase, Side
 from fedbilevel.federation.stages import decode_values, encode_values
 from fedbilevel.federation.task import Broadcast, Task, group_by_broadcast, on_client
@@ -143,14 +143,16 @@ class Assigner:
             for name, value in message.items():
                 parts[name] = submodel.cut(value) if isinstance(value, Tree) else value
             message = parts
+        own = client_kinds(message, self.problem)
+        up = self.reply_stages
         if not self.message_stages:
-            return Broadcast(phase, message, round_, iteration, submodel, stages=self.reply_stages)
+            return Broadcast(phase, message, round_, iteration, submodel, None, up, own)
         kinds = message_kinds(message, self.problem)
         key = fold_in(fold_in(root(self.seed, "stages"), self.tasks_made), index)
         payload, _ = encode_values(self.message_stages, message, kinds, key, {})
         like = templates(kinds, self.problem, submodel)
         received = decode_values(self.message_stages, payload, kinds, like)
-        return Broadcast(phase, received, round_, iteration, submodel, payload, self.reply_stages)
+        return Broadcast(phase, received, round_, iteration, submodel, payload, up, own)
 
     def _steps(self, phase: Phase, keys: Tensor, clients: Sequence[int], round_: int) -> list[int]:
         """How many steps each client takes."""
@@ -192,6 +194,7 @@ class Assigner:
                     iteration,
                     kept and Submodel(axes, total, kept),
                     stages=self.reply_stages,
+                    client_kinds=client_kinds(message, self.problem),
                 )
             )
         return [Task(broadcasts[index], *to_device(rest)) for index, *rest in plain["tasks"]]

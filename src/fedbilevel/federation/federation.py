@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, integers, root, subset
-from fedbilevel.core.tree import nbytes
+from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.federation import ledger as events
 from fedbilevel.federation._assignment import Assigner, ClientMessages, Submodels
 from fedbilevel.federation.environment import Environment
@@ -468,6 +468,40 @@ class Federation:
                 self.check_pending()
         finally:
             self.ledger = booked
+
+    def personal(self, client: int, x: Tree, y: Tree) -> tuple[Tree, Tree]:
+        """The whole x and y of one client: the server's part and the client's own.
+
+        It reads what a client has kept for itself. It is for evaluation and export; no algorithm
+        may use it.
+
+        Args:
+            client: The client.
+            x: The server's part of x.
+            y: The server's part of y.
+
+        Returns:
+            x and y of the client.
+
+        Raises:
+            ValueError: There is no such client.
+            LookupError: The client is on another machine, which alone has its variables.
+
+        Examples:
+            >>> import dataclasses
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> problem = dataclasses.replace(task.problem, owner={"y": "client"})
+            >>> fed = fb.simulated_federation(problem, task.clients)
+            >>> x, y = problem.start
+            >>> y
+            {}
+            >>> fed.personal(2, x, y)[1].keys()
+            dict_keys(['y'])
+        """
+        checks.integer("client", client, least=0, most=len(self) - 1)
+        own = self.transport.own(client) if self.problem.client_names else {}
+        return self.problem.client_point(x, y, own)
 
     def record(self, **values: float | Tensor) -> None:
         """Record numbers of an algorithm for the metrics.

@@ -83,25 +83,33 @@ def unflatten_value(vector: Tensor, kind: Kind, problem: Problem) -> Tree | Tens
     if isinstance(kind, str):
         if kind == "scalar":
             return vector
-        return unflatten(vector, Tree(_variable(kind, problem)))
+        return unflatten(vector, _variable(kind, problem))
     return unflatten(vector, Tree({n: torch.empty(s, device="meta") for n, s in kind.items()}))
 
 
 def message_kinds(message: Mapping[str, object], problem: Problem) -> dict[str, Kind]:
     """The kinds of the values of a message that have the names of x or of y; others have none."""
     kinds: dict[str, Kind] = {}
+    x, y = problem.start
     for name, value in message.items():
-        if isinstance(value, Tree) and value.keys() == problem.x.keys():
+        if isinstance(value, Tree) and value.keys() == x.keys():
             kinds[name] = "x"
-        elif isinstance(value, Tree) and value.keys() == problem.y.keys():
+        elif isinstance(value, Tree) and value.keys() == y.keys():
             kinds[name] = "y"
     return kinds
 
 
-def _variable(kind: str, problem: Problem) -> Mapping[str, Tensor]:
-    if kind == "x":
-        return problem.x
-    return problem.y
+def client_kinds(message: Mapping[str, object], problem: Problem) -> dict[str, Kind]:
+    """The kinds of the values of a message that have a part which belongs to the clients."""
+    if not problem.client_names:
+        return {}
+    kinds = message_kinds(message, problem)
+    return {name: kind for name, kind in kinds.items() if kind in problem.client_levels}
+
+
+def _variable(kind: str, problem: Problem) -> Tree:
+    """The part of a variable that is sent."""
+    return problem.server_part(problem.x if kind == "x" else problem.y)
 
 
 def _kind_shapes(

@@ -20,6 +20,7 @@ from torch import Tensor
 from fedbilevel.core import checks
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.settings import FrozenDataclass, Rule, build, parse_epochs
+from fedbilevel.core.tree import Tree
 from fedbilevel.federation.kinds import Kind
 
 Side = Literal["train", "val"]
@@ -112,6 +113,11 @@ class Phase(FrozenDataclass, ABC):
     "memory" to the reply: a dict of trees and tensors that stays with the client and is not sent.
     The client's next task of a phase that remembers finds it in `message.memory`, which is empty at
     first and after `{}` was returned.
+
+    Variables that belong to the clients (`Problem.owner`) need no memory of a phase. Every value of
+    a message that is shaped like x or y arrives whole: the server's part was sent, the client's
+    part is what the client kept under this name, at first the start of x or y, and 0 for any other
+    name. Of a reply only the server's part is sent. `own` says what the client keeps.
 
     Args:
         steps: How many steps a client takes: a number, "local" for the environment's `local_steps`,
@@ -224,6 +230,20 @@ class Phase(FrozenDataclass, ABC):
         Returns:
             The values that the class declares in `reply`, by name, and "memory" if it remembers.
         """
+
+    def own(self, carry: Carry) -> dict[str, Tree]:
+        """Return what the client keeps of the variables that it owns, by name in the message.
+
+        It is called only where clients own variables, and only the parts that belong to the client
+        are kept. Names that are not returned keep their values; by default all do.
+
+        Args:
+            carry: What the last step returned.
+
+        Returns:
+            Trees like x or y, for names of the message.
+        """
+        return {}
 
     @property
     def draws(self) -> int:

@@ -48,9 +48,9 @@ def _joined(value: Any) -> Any:
     return value
 
 
-def _largest_entries(value: Any) -> Tensor:
+def _largest_entries(value: Any, clients: int, device: torch.device) -> Tensor:
     """The largest absolute entry of each client's value; not finite if an entry is not."""
-    largest = []
+    largest = [torch.zeros(clients, dtype=torch.float64, device=device)]
     for tensor in pytree.tree_leaves(value):
         largest.append(torch.linalg.vector_norm(_rows(tensor), torch.inf, 1).double())
     return torch.stack(largest).amax(0)
@@ -59,7 +59,9 @@ def _largest_entries(value: Any) -> Tensor:
 def sum_finite(stack: Values, weights: Tensor, steps: Tensor) -> Sums:
     """The weighted sums of those replies that are finite, computed without waiting for a GPU."""
     joined = {name: _joined(value) for name, value in stack.items()}
-    finite = torch.stack([_largest_entries(value) for value in joined.values()]).isfinite()
+    clients = len(weights)
+    largest = [_largest_entries(value, clients, weights.device) for value in joined.values()]
+    finite = torch.stack(largest).isfinite()
     accepted = finite.all(0)
     accepted_weights = weights.where(accepted, 0.0)
     totals = weighted_sum(joined, weights, accepted)

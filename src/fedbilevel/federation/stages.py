@@ -205,6 +205,8 @@ def encode_values(
     payload = dict(values)
     memories = dict(memory)
     for value_index, (name, kind) in enumerate(kinds.items()):
+        if isinstance(payload[name], Tree) and not payload[name]:
+            continue  # all of it stays with the client
         for stage_index, stage in enumerate(stages):
             if stage.applies_to(name, kind):
                 value_key = fold_in(fold_in(key, stage_index), value_index)
@@ -235,7 +237,7 @@ def decode_values(
     values = dict(payload)
     for name, kind in kinds.items():
         for stage in reversed(stages):
-            if stage.applies_to(name, kind):
+            if stage.applies_to(name, kind) and like.get(name, True):
                 values[name] = stage.decode(values[name], like[name])
     return values
 

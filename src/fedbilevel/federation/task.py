@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core.submodels import Submodel
 from fedbilevel.core.tree import Tree
+from fedbilevel.federation.kinds import Kind
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.stages import Stage
 
@@ -51,6 +52,8 @@ class Broadcast:
         submodel: The part of the model that the clients hold; None is the whole model.
         payload: The encoded message, if the message goes through stages.
         stages: What the replies go through.
+        client_kinds: The values of the message that have a part which belongs to the clients: "x"
+            or "y" by name.
         shape_key: Equal for messages that can be stacked.
     """
 
@@ -61,6 +64,7 @@ class Broadcast:
     submodel: Submodel | None = None
     payload: Mapping[str, Any] | None = None
     stages: Sequence[Stage] = ()
+    client_kinds: Mapping[str, Kind] = field(default_factory=dict)
     shape_key: str = field(init=False)
     _changes: int = field(init=False, repr=False)
 
@@ -98,8 +102,9 @@ class Broadcast:
 
     @property
     def remembers(self) -> bool:
-        """Whether a task leaves a memory with its client, for the phase or for a stage."""
-        return self.phase.remembers or any(stage.remembers for stage in self.stages)
+        """Whether a task leaves something with its client: for the phase, a stage, or its own."""
+        own = bool(self.client_kinds)
+        return own or self.phase.remembers or any(stage.remembers for stage in self.stages)
 
     def __str__(self) -> str:
         return f"phase {self.phase.name!r}, round {self.round}"

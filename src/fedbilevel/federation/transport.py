@@ -168,6 +168,22 @@ class Transport(ABC):
             Reports: `Arrived`, `Missed` or `Rejected` for every task that ends.
         """
 
+    def own(self, client: int) -> Mapping[str, Tree]:
+        """What a client has kept of the variables that it owns, where they can be read.
+
+        Args:
+            client: The client.
+
+        Returns:
+            The client's parts by name in messages, such as "y".
+
+        Raises:
+            LookupError: The clients of this transport are elsewhere, and keep them for themselves.
+        """
+        raise LookupError(
+            f"the variables that client {client} owns are with it; its own machine can export them"
+        )
+
     def unavailable(self, needed: int, busy: Collection[int]) -> Collection[int]:
         """The clients that cannot be asked now; waits while too few can be.
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fedbilevel.core import checks
 from fedbilevel.core.tree import Tree, is_finite
+from fedbilevel.execution.memories import OWN, Memories, Memory
 from fedbilevel.runs import checkpoint, folder
+
+CACHE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,9 @@ class LoadedRun:
         status: "completed", "diverged", "interrupted", or "unfinished" if the run is still under
             way or was killed.
         reason: Why the run diverged, or when it was interrupted; else empty.
+        clients: How many clients the federation has.
+        own: What each client keeps of the variables that it owns, as `personal` reads it.
+        client_start: Where these variables start, for "x" and "y".
 
     Examples:
         >>> import tempfile
@@ -43,14 +51,63 @@ class LoadedRun:
     config: dict[str, Any]
     status: str
     reason: str = ""
+    clients: int = 0
+    own: Mapping[int, Memory] | None = field(default=None, repr=False)
+    client_start: Mapping[str, Tree] = field(default_factory=dict)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def personal(self, client: int) -> tuple[Tree, Tree]:
+        """Return the whole x and y of one client: those of `x` and `y`, and what the client owns.
+
+        Args:
+            client: The client.
+
+        Returns:
+            x and y. Where every variable belongs to the server they are those of the run.
+
+        Raises:
+            ValueError: There is no such client.
+            LookupError: The clients were on other machines, which alone have their variables.
+
+        Examples:
+            >>> import dataclasses
+            >>> import tempfile
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> problem = dataclasses.replace(task.problem, owner={"y": "client"})
+            >>> with tempfile.TemporaryDirectory() as out:
+            ...     result = fb.solve(problem, task.clients, "simfbo", rounds=2, out=out)
+            ...     x, y = fb.load_run(out).personal(3)
+            >>> bool((y["y"] == result.personal(3)[1]["y"]).all())
+            True
+        """
+        checks.integer("client", client, least=0, most=self.clients - 1)
+        if not any(self.client_start.values()):
+            return self.x, self.y
+        if self.own is None:
+            raise LookupError(
+                f"the variables that client {client} owns are with it; its own machine has them"
+            )
+        kept = self.own.get(client, {}).get(OWN, {})
+        parts = {
+            level: {**start, **kept.get(level, {})} for level, start in self.client_start.items()
+        }
+        return Tree({**self.x, **parts["x"]}), Tree({**self.y, **parts["y"]})
+
+    def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return x and y together, under the names of the module from which they were split.
+
+        Args:
+            client: The client whose variables are wanted; None for those of the server.
 
         Returns:
             A dict for the `load_state_dict` of that module.
+
+        Raises:
+            ValueError: There is no such client.
+            LookupError: See `personal`.
         """
-        return {**self.x, **self.y}
+        x, y = (self.x, self.y) if client is None else self.personal(client)
+        return {**x, **y}
 
 
 def load_run(path: Path | str) -> LoadedRun:
@@ -97,4 +154,17 @@ def load_run(path: Path | str) -> LoadedRun:
         run_folder.config,
         run_folder.status,
         saved["reason"],
+        saved["clients"]["number"],
+        _own(Path(path) / folder.CHECKPOINT, saved["federation"]["transport"]),
+        saved["clients"]["start"],
     )
+
+
+def _own(checkpoint: Path, transport: Mapping[str, Any]) -> Memories | None:
+    """Return what the clients of a simulation remember; None for clients on other machines."""
+    if "executors" not in transport:
+        return None
+    memories = Memories("cpu", CACHE_BYTES)
+    memories.folder = checkpoint.parent
+    memories.restore([snapshot["memories"] for snapshot in transport["executors"]])
+    return memories

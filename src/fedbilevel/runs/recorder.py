@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fedbilevel.core import devices, ranks
-from fedbilevel.core.tree import is_finite
+from fedbilevel.core.tree import Tree, is_finite
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.folder import (
     CHECKPOINT,
@@ -302,6 +302,7 @@ class Recorder:
             "state": dict(run.state._asdict()),
             "good": good_state,
             "federation": federation,
+            "clients": {"number": len(run.fed), "start": self._client_start()},
             "status": run.status,
             "reason": run.reason,
         }
@@ -316,6 +317,11 @@ class Recorder:
             sync(self._metrics_file)
             checkpoint.save(self.checkpoint, value, record, self._previous)
         self._has_saved = True
+
+    def _client_start(self) -> dict[str, Tree]:
+        """Return where the variables of the clients start: few clients may have taken part."""
+        problem = self.run.fed.problem
+        return {"x": problem.client_part(problem.x), "y": problem.client_part(problem.y)}
 
     def _restore_newest(self) -> Path:
         """Restore the last checkpoint, or the one before if that fails; return its file."""

@@ -43,6 +43,7 @@ class Result:
         status: "completed", "diverged" or "interrupted".
         reason: A sentence that says why the run diverged, or when it was interrupted and which x
             and y these are; else empty.
+        federation: The federation of the run, which `personal` asks.
 
     Examples:
         >>> import fedbilevel as fb
@@ -59,6 +60,36 @@ class Result:
     history: list[Metrics] = field(default_factory=list)
     status: str = "completed"
     reason: str = ""
+    federation: Federation | None = field(default=None, repr=False, compare=False)
+
+    def personal(self, client: int) -> tuple[Tree, Tree]:
+        """Return the whole x and y of one client: those of `x` and `y`, and what the client owns.
+
+        Args:
+            client: The client.
+
+        Returns:
+            x and y. Where every variable belongs to the server they are those of the result.
+
+        Raises:
+            ValueError: There is no such client.
+            LookupError: The client is on another machine, which alone has its variables.
+
+        Examples:
+            >>> import dataclasses
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> problem = dataclasses.replace(task.problem, owner={"y": "client"})
+            >>> result = fb.solve(problem, task.clients, "simfbo", rounds=5)
+            >>> result.y
+            {}
+            >>> x, y = result.personal(2)
+            >>> y["y"].shape
+            torch.Size([4])
+        """
+        if self.federation is None:
+            raise LookupError("this result has no federation; there is nobody to ask")
+        return self.federation.personal(client, self.x, self.y)
 
 
 class Run:
@@ -147,7 +178,7 @@ class Run:
         state = self.good_state
         if self.status != "diverged" and is_finite(self.state):
             state = self.state
-        return Result(state.x, state.y, self.history, self.status, self.reason)
+        return Result(state.x, state.y, self.history, self.status, self.reason, self.fed)
 
     def spent(self) -> dict[str, float]:
         """Return what the run has cost so far, in every unit of `UNITS`."""

@@ -93,6 +93,11 @@ def simulated_federation(
     environment = environment or Environment()
     environment.check(len(clients))
     checks.one_of("mode", mode, ("stack", "loop"))
+    if problem.client_names and ranks.size() > 1:
+        raise ValueError(
+            f"owner gives {min(problem.client_names)!r} to the clients, but the run has "
+            f"{ranks.size()} ranks; it must have one"
+        )
     if compile and device == "cpu":
         raise ValueError(
             "compile is True, but device is 'cpu', where a compiled step is no faster; "
@@ -136,7 +141,14 @@ def simulated_federation(
     def evaluation() -> Losses:
         # Created at the first evaluation, because it reads the data of many clients.
         return Losses(
-            problem, clients, p, environment, seed=seed, device=device, stack=mode == "stack"
+            problem,
+            clients,
+            p,
+            environment,
+            seed=seed,
+            device=device,
+            stack=mode == "stack",
+            own=executor.own,
         )
 
     def losses(x: Tree, y: Tree) -> dict[str, float]:
@@ -165,7 +177,10 @@ def _warn_of_detached_upper_loss(
     key = torch.zeros((), dtype=torch.int64, device=device)
     with torch.enable_grad():
         # Copies of leaves, because a loss may work in place.
-        x, y = (tree.map(lambda t: t.detach().requires_grad_().clone()) for tree in problem.start)
+        x, y = (
+            tree.map(lambda t: t.detach().requires_grad_().clone())
+            for tree in (Tree(problem.x), Tree(problem.y))
+        )
         if problem.embed is not None:
             data = problem.embed(x, data, key)
         value = problem.upper(x, y, data, key)

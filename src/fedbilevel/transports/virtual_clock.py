@@ -254,6 +254,10 @@ class VirtualClock(Transport):
             return False
         return broadcast.phase.summed
 
+    def own(self, client: int) -> Mapping[str, Tree]:
+        """What a client has kept of the variables that it owns."""
+        return self.executor.own(client)
+
     @contextmanager
     def paused_clock(self) -> Iterator[None]:
         """A context in which no time passes."""

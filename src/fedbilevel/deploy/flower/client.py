@@ -33,11 +33,12 @@ from fedbilevel.core.problem import ClientData
 from fedbilevel.core.submodels import Submodel, count_units
 from fedbilevel.deploy.flower.wire import Values, WireError, decode, encode, one_line
 from fedbilevel.execution.losses import ClientLosses
+from fedbilevel.execution.memories import OWN
 from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.experiments import config as configs
 from fedbilevel.experiments.parts import import_function
 from fedbilevel.experiments.runner import load_task
-from fedbilevel.federation.kinds import Kind, templates
+from fedbilevel.federation.kinds import Kind, client_kinds, templates
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import log
 from fedbilevel.federation.stages import decode_values
@@ -47,6 +48,8 @@ from fedbilevel.runs import checkpoint
 app = ClientApp()
 
 T = TypeVar("T")
+
+NO_TASK = -1  # a number that no task has
 
 # Conditions of the simulator; a delay may name a file.
 SIMULATED = ("delay", "stragglers", "deadline", "faults")
@@ -205,7 +208,7 @@ class Worker:
         self.executor.memories[self.client] = before
         (results,) = self.executor.run([task])
         if remembers:
-            after = self.executor.memories.get(self.client, {})
+            after = dict(self.executor.memories.get(self.client, {}))
             self.memory_file.parent.mkdir(parents=True, exist_ok=True)
             memory = {"number": task.number, "before": before, "after": after}
             checkpoint.save(self.memory_file, memory)
@@ -229,7 +232,8 @@ class Worker:
         payload = self._read_values(message["shared"])
         shared = decode_values(down, payload, kinds, templates(kinds, self.problem, submodel))
         own = self._read_values(message["each"])
-        broadcast = Broadcast(phase, shared, round_, iteration, submodel, stages=up)
+        client_part = client_kinds(shared, self.problem)
+        broadcast = Broadcast(phase, shared, round_, iteration, submodel, None, up, client_part)
         return Task(broadcast, number, 0, self.client, steps, own, key, 1.0)
 
     def _read_submodel(self, kept: dict[str, Tensor] | None) -> Submodel | None:
@@ -273,8 +277,9 @@ class Worker:
             losses = ClientLosses(oracle, self.data, environment, seed, self.client, share, device)
             self._losses = {share: losses}
         losses = self._losses[share]
-        x = _to_device(message["x"], device)
-        y = _to_device(message["y"], device)
+        x, y = _to_device((message["x"], message["y"]), device)
+        own = _to_device(self._load_memory(NO_TASK).get(OWN, {}), device)
+        x, y = self.problem.client_point(x, y, own)
         with torch.no_grad():
             upper, lower = losses(x, y, losses.batch)
         return {"client": self.client, "upper": float(upper), "lower": float(lower)}

@@ -29,6 +29,7 @@ class StackInputs(NamedTuple):
     shared: Values  # the message that all clients received
     own: Values  # what each client alone received, stacked
     memory: Values  # what each client's phases remember, stacked
+    client_part: Values  # of the values of the message, what each client owns, stacked
     steps: Tensor  # the number of steps of each client
     weights: Tensor | tuple[()]  # of the replies, if they are summed on the device
     keys: Tensor  # of each client's draws
@@ -64,6 +65,7 @@ class InputBuilder:
         tasks: list[Task],
         data: Sequence[ClientData],
         memories: Sequence[Memory],
+        client_parts: Sequence[Values],
         sums: bool,
     ) -> tuple[StackInputs, StackSamples]:
         """Return the inputs of a stack's program, and the samples that it selects batches from.
@@ -72,6 +74,7 @@ class InputBuilder:
             tasks: The tasks of the stack, longest first.
             data: The data of each task's client.
             memories: What the phases of each client remember.
+            client_parts: What each client owns of the values of the message.
             sums: Whether the server needs only the sum of the replies.
         """
         broadcast = tasks[0].broadcast
@@ -86,6 +89,7 @@ class InputBuilder:
             shared=shared,
             own=own,
             memory=stack_values(memories, self.tensor),
+            client_part=stack_values(client_parts, self.tensor),
             steps=constant(tuple(steps), self.device, self.dtype),
             weights=self._weights(tasks) if sums else (),
             keys=to_device([task.key for task in tasks], self.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core.oracle import FeatureBatch
 from fedbilevel.core.problem import Batch, Data
 from fedbilevel.core.tree import nbytes
+from fedbilevel.execution.memories import finish_task, join_message
 from fedbilevel.execution.stacked._batches import SelectSamples, StackBatches
 from fedbilevel.execution.stacked._feature_cache import select_features
 from fedbilevel.execution.stacked._inputs import StackInputs
@@ -82,7 +84,9 @@ class StackProgram:
             if inputs.features:
                 batch = _as_features(batch)
             part = _part(k, longest)
-            step = StackedStep(problem, phase, part, carry, spec, batch, self.apply)
+            step = StackedStep(
+                problem, phase, part, carry, spec, batch, self.apply, self._finish_one
+            )
             result, cost = self.step_runner.run_step(step, numbers, known)
             spec = step.result_spec
             if not self.shrink and k >= shortest:
@@ -131,11 +135,14 @@ class StackProgram:
     def _start(self, phase: Phase, inputs: StackInputs) -> tuple[Carry, TaskCost]:
         """Return the first carry, and what it costs a client."""
 
-        def start(own: Values, memory: Values, steps: Tensor) -> Nested:
-            remembered = {"memory": memory} if phase.remembers else {}
-            return phase.start(Message(**inputs.shared, **own, **remembered, steps=steps))
+        problem = self.step_runner.problem
 
-        stacked = inputs.own, inputs.memory, inputs.steps
+        def start(own: Values, memory: Values, client_part: Values, steps: Tensor) -> Nested:
+            remembered = {"memory": memory} if phase.remembers else {}
+            values = join_message({**inputs.shared, **own}, client_part, self.broadcast, problem)
+            return phase.start(Message(**values, **remembered, steps=steps))
+
+        stacked = inputs.own, inputs.memory, inputs.client_part, inputs.steps
         # The shared message is an argument too, so that its bytes are counted.
         shared = [
             leaf.unsqueeze(0)
@@ -150,11 +157,16 @@ class StackProgram:
     def _finish(self, phase: Phase, carries: list[Carry]) -> tuple[Values, TaskCost]:
         """Return the replies to the final carries, joined, and what one of them costs."""
         nested = [pytree.tree_unflatten(*carry) for carry in carries]
-        cost = self.step_runner.part_cost(phase, "finish", phase.finish, nested[0])
-        replies = [vectorized(phase.finish, self.apply)(carry) for carry in nested]
+        finish = functools.partial(self._finish_one, phase)
+        cost = self.step_runner.part_cost(phase, "finish", finish, nested[0])
+        replies = [vectorized(finish, self.apply)(carry) for carry in nested]
         if len(replies) == 1:
             return replies[0], cost
         return pytree.tree_map(lambda *stacks: torch.cat(stacks), *replies), cost
+
+    def _finish_one(self, phase: Phase, carry: Nested) -> Values:
+        """Return the reply of one client, and what the client keeps."""
+        return finish_task(phase, carry, self.broadcast, self.step_runner.problem)
 
     def _reply_bytes(self, replies: Values, clients: int) -> int:
         """Return the bytes of one reply, without the memory that stays with the client."""

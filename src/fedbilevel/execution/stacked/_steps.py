@@ -58,6 +58,7 @@ class StackedStep:
         carry_spec: The structure of the carry.
         batch: A batch, or a tuple of batches.
         apply: Applies a function of one client to the stack.
+        finish: Turns the phase and the last carry of one client into what the task returns.
 
     Attributes:
         inputs: The tensors of the carry, then those of the batch.
@@ -73,7 +74,9 @@ class StackedStep:
         carry_spec: pytree.TreeSpec,
         batch: Nested,
         apply: ApplyToStack,
+        finish: Callable[[Phase, Nested], Nested],
     ) -> None:
+        self.finish = finish
         self.oracle = Oracle(problem)
         self.phase = phase
         self.part = part
@@ -109,7 +112,7 @@ class StackedStep:
     def _run_one(self, phase: Phase, *inputs: Tensor) -> Nested:
         carry = self.step_one(phase, *inputs)
         if self.part == "only":
-            return phase.finish(carry)
+            return self.finish(phase, carry)
         return carry
 
     def step_one(self, phase: Phase, *inputs: Tensor) -> Nested:
@@ -300,7 +303,8 @@ class StepRunner:
             if step.part == "only":
                 if name not in self._finish_costs:
                     carry = apply_to_one(for_one, [tensor[:1] for tensor in step.inputs])
-                    finish_cost = self.part_cost(phase, "finish", phase.finish, carry)
+                    finish = functools.partial(step.finish, phase)
+                    finish_cost = self.part_cost(phase, "finish", finish, carry)
                     self._finish_costs[name] = finish_cost
                 cost = cost.then(self._finish_costs[name])
             known[key] = step.carry_spec, name, cost

@@ -16,16 +16,18 @@ from fedbilevel.core.devices import constant, to_device
 from fedbilevel.core.precision import Precision, products_in
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.core.rng import fold_in
-from fedbilevel.core.tree import nbytes
+from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution._batches import SIDES, STAGE_STREAM, phase_batch_size
 from fedbilevel.execution._meter import Meter
 from fedbilevel.execution.executor import Executor
 from fedbilevel.execution.memories import (
+    OWN,
     Memories,
     Memory,
-    join_memories,
+    own_values,
     phase_memory,
     pop_memory,
+    renew,
     stage_memory,
 )
 from fedbilevel.execution.stacked._batches import batch_shape
@@ -140,7 +142,7 @@ class StackedExecutor(Executor):
         for group in concurrent_groups(tasks):
             for chunks in self._side_by_side(group):
                 for results in self._run_chunks(chunks, sums):
-                    if results.tasks[0].broadcast.phase.remembers:
+                    if results.tasks[0].broadcast.remembers:
                         self._remember(results)
                     self._check_replies(results)
                     if results.tasks[0].broadcast.stages:
@@ -198,7 +200,8 @@ class StackedExecutor(Executor):
             for task in alike:
                 message_key = broadcast_key
                 if task.client_message or remembers:
-                    memory_key = shape_key(self.memories.get(task.client, {}))
+                    memory = self.memories.get(task.client, {})
+                    memory_key = shape_key({n: v for n, v in memory.items() if n != OWN})
                     message_key = (
                         broadcast.shape_key,
                         shape_key(task.client_message),
@@ -263,7 +266,8 @@ class StackedExecutor(Executor):
         broadcast = tasks[0].broadcast
         data = [self._data[task.client] for task in tasks]
         memories = [self._recall(task) for task in tasks]
-        inputs, samples = self.inputs.build(tasks, data, memories, sums)
+        own = [self._own(task) for task in tasks]
+        inputs, samples = self.inputs.build(tasks, data, memories, own, sums)
         program = StackProgram(self.step_runner, broadcast, apply, samples, shrink=not self.on_gpu)
         if self.on_gpu:
             replies, program_costs = self._run_captured(program, inputs)
@@ -307,13 +311,29 @@ class StackedExecutor(Executor):
             return {}
         return phase_memory(self.memories.get(task.client, {}))
 
+    def _own(self, task: Task) -> dict[str, Tree]:
+        """Return the client's part of the values of its message."""
+        kinds = task.broadcast.client_kinds
+        if not kinds:
+            return {}
+        return own_values(self.memories.get(task.client, {}), kinds, self.problem)
+
     def _remember(self, results: Results) -> None:
-        """Move the memories in a stack of replies to their clients."""
-        stack = pop_memory(results.tasks[0].broadcast.phase, results.values)
+        """Move what clients keep from a stack of replies to the clients' memories."""
+        phase = results.tasks[0].broadcast.phase
+        own = results.values.pop(OWN, {})
+        stack = pop_memory(phase, results.values) if phase.remembers else {}
+        if not phase.remembers and not own:
+            return
         for j, task in enumerate(results.tasks):
-            of_stages = stage_memory(self.memories.get(task.client, {}))
-            of_phases = _cloned_entry(stack, j)
-            self.memories[task.client] = join_memories(of_phases, of_stages)
+            of_phases = _cloned_entry(stack, j) if phase.remembers else None
+            memory = self.memories.get(task.client, {})
+            self.memories[task.client] = renew(memory, phases=of_phases, own=_cloned_entry(own, j))
+
+    def own(self, client: int) -> dict[str, Tree]:
+        """Return what a client has kept of the variables that it owns."""
+        own: dict[str, Tree] = self.memories.get(client, {}).get(OWN, {})
+        return own
 
     def _check_replies(self, results: Results) -> None:
         """Refuse replies that have not the names and shapes that their phase declares.
@@ -345,7 +365,7 @@ class StackedExecutor(Executor):
         if stack:
             for j, (task, old) in enumerate(zip(results.tasks, before, strict=True)):
                 of_stages = _cloned_entry(stack, j)
-                self.memories[task.client] = join_memories(phase_memory(old), of_stages)
+                self.memories[task.client] = renew(old, stages=of_stages)
         return results._replace(values=payload, nbytes=nbytes(payload) // len(results.tasks))
 
     def samples(self, client: int, side: Side) -> int:

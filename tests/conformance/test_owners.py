@@ -1,0 +1,307 @@
+"""Variables that belong to the clients: every method that allows them ends in the closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedbilevel as fb
+from fedbilevel.algorithms.simfbo import Descend, Local, SimFBO, State
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.federation import Federation
+from tests.support.conformance import build, case
+from tests.support.owners import (
+    client_owned,
+    own_x_gradient,
+    own_x_solution,
+    own_y_gradient,
+    own_y_solution,
+    personal,
+)
+
+WEIGHTS = [0.1, 0.3, 0.2, 0.25, 0.15]
+# Each client's own step sizes, where the settings of the case are those of the server.
+SETTINGS: dict[str, Any] = {
+    "simfbo": {"lr_y": 0.4, "lr_z": 0.4},
+    "shrofbo": {"lr_y": 0.4, "lr_z": 0.4},
+    "afbo": {"lr_y": 0.4, "lr_z": 0.4},
+    "rabo": {"solver": "cg", "neumann_steps": 10},
+    "rafbo": {"solver": "cg", "neumann_steps": 10, "width": 1.0},
+    "fednest": {"lower_steps": 3, "inner_rounds": 1, "neumann_steps": 40},
+}
+ROUNDS = {"fednest": 3 * 100, "aggitd": 1500, "unifbo": 900}
+
+
+def owning(level: str) -> list[str]:
+    """The methods for variables of a level that belong to the clients."""
+    return [name for name in fb.algorithms.names() if level in _levels(name)]
+
+
+def _levels(name: str) -> tuple[str, ...]:
+    return fb.algorithms.get(name).client_levels
+
+
+def method(name: str, level: str) -> Any:
+    settings = SETTINGS.get(name, {})
+    if level == "x" and "server_lr_x" in case(name).settings:
+        settings = {"lr_x": 0.2}
+    return build(name, **settings)
+
+
+def test_the_methods_for_variables_of_clients() -> None:
+    solve_y = {"simfbo", "shrofbo", "unifbo", "fedbio", "aggitd", "fednest", "rabo", "afbo"}
+    assert solve_y | {"rafbo"} == set(owning("y"))
+    assert set(owning("x")) == {"simfbo", "shrofbo", "fedbio", "afbo"}
+
+
+def solve(task: Any, algorithm: Any, rounds: int, **options: Any) -> fb.Result:
+    options = {"weights": WEIGHTS, "every": rounds, **options}
+    return fb.solve(task.problem, task.clients, algorithm, rounds=rounds, **options)
+
+
+def check_own_y(algorithm: Any, rounds: int, tolerance: float = 1e-6) -> None:
+    """Check that a run ends where the mean of the clients' hypergradients is 0."""
+    task = client_owned("y")
+    x_star, y_star = own_y_solution(task, WEIGHTS)
+    slope = own_y_gradient(task, torch.zeros_like(x_star), WEIGHTS).norm()
+    shared = fb.tasks.load("quadratic", clients=5, condition=3.0, seed=3)
+    assert slope > 0.1
+    assert (shared.x_star(WEIGHTS)["x"] - x_star).norm() > 0.1, "sharing y makes no difference"
+    result = solve(task, algorithm, rounds)
+    x = result.x["x"]
+    assert own_y_gradient(task, x, WEIGHTS).norm() < tolerance * slope
+    torch.testing.assert_close(personal(result, "y", 5), y_star, rtol=0, atol=10 * tolerance)
+    assert result.y == {}
+
+
+def check_own_x(algorithm: Any, rounds: int, tolerance: float = 1e-6) -> None:
+    """Check that a run ends where the gradient in every client's x is 0."""
+    task = client_owned("x")
+    xs_star, y_star = own_x_solution(task, WEIGHTS)
+    slope = own_x_gradient(task, torch.zeros_like(xs_star), WEIGHTS).norm()
+    assert slope > 0.1
+    result = solve(task, algorithm, rounds)
+    xs = personal(result, "x", 5)
+    assert own_x_gradient(task, xs, WEIGHTS).norm() < tolerance * slope
+    torch.testing.assert_close(result.y["y"], y_star, rtol=0, atol=10 * tolerance)
+    assert result.x == {}
+
+
+@pytest.mark.parametrize("name", owning("y"))
+def test_own_y_ends_in_the_closed_form(name: str) -> None:
+    check_own_y(method(name, "y"), ROUNDS.get(name, 400), case(name).tolerance)
+
+
+@pytest.mark.parametrize("name", owning("x"))
+def test_own_x_ends_in_the_closed_form(name: str) -> None:
+    check_own_x(method(name, "x"), 300)
+
+
+class Forgets(Descend):
+    """Leaves every y_i where it started."""
+
+    def own(self, c: Local) -> dict[str, Any]:
+        return {"x": c.x, "z": c.z}
+
+
+class WithoutIndirectTerm(Descend):
+    """Leaves every z_i, and so the indirect part of the hypergradient, at 0."""
+
+    def own(self, c: Local) -> dict[str, Any]:
+        return {"x": c.x, "y": c.y}
+
+
+class Ascends(Descend):
+    """Moves what it owns uphill."""
+
+    def step(self, c: Local, oracle: Oracle, batch: Any) -> Local:
+        new = super().step(c, oracle, batch)
+        return new._replace(x=c.x + c.x - new.x, y=c.y + c.y - new.y)
+
+
+class KeepsTheMean(SimFBO):
+    """Gives every client the y of the first one."""
+
+    def iterate(self, s: State, fed: Federation) -> State:
+        state = super().iterate(s, fed)
+        memories = fed.transport.executor.memories  # type: ignore[attr-defined]
+        for client in range(1, len(fed)):
+            memories[client] = memories[0]
+        return state
+
+
+@pytest.mark.parametrize("phase", [Forgets, WithoutIndirectTerm, Ascends])
+@pytest.mark.parametrize("check", [check_own_x, check_own_y])
+def test_the_check_refuses_broken_phases(phase: type[Descend], check: Any) -> None:
+    if check is check_own_x and phase is not Ascends:
+        phase = type("Still", (Descend,), {"own": lambda self, c: {}})
+    broken = type("Broken", (SimFBO,), {"local_phase": phase})
+    level = check.__name__[-1]
+    with pytest.raises(AssertionError):
+        check(broken(**{**case("simfbo").settings, **_own_steps(level)}), 200)
+
+
+def _own_steps(level: str) -> dict[str, float]:
+    return {"lr_x": 0.2} if level == "x" else {"lr_y": 0.4, "lr_z": 0.4}
+
+
+def test_the_check_refuses_a_common_y() -> None:
+    with pytest.raises(AssertionError):
+        check_own_y(KeepsTheMean(**{**case("simfbo").settings, **_own_steps("y")}), 200)
+
+
+def test_hypergradient_is_the_closed_form() -> None:
+    task = client_owned("y")
+    x = {"x": torch.linspace(-1, 1, 5, dtype=torch.float64)}
+    gradient = fb.hypergradient(task.problem, task.clients, x, weights=WEIGHTS)
+    expected = own_y_gradient(task, x["x"], WEIGHTS)
+    torch.testing.assert_close(gradient["x"], expected, rtol=0, atol=1e-12)
+    y = fb.solve_lower(task.problem, task.clients, x, weights=WEIGHTS)
+    assert y["y"].shape == (5, 4)
+    task = client_owned("x")
+    xs = torch.linspace(-1, 1, 25, dtype=torch.float64).reshape(5, 5)
+    for solver in ("exact", "cg"):
+        gradient = fb.hypergradient(task.problem, task.clients, {"x": xs}, solver, WEIGHTS)
+        expected = own_x_gradient(task, xs, WEIGHTS)
+        torch.testing.assert_close(gradient["x"], expected, rtol=0, atol=1e-9)
+    slope = fb.finite_difference(
+        task.problem, task.clients, {"x": xs}, {"x": torch.ones_like(xs)}, weights=WEIGHTS
+    )
+    assert slope == pytest.approx(float(expected.sum()), abs=1e-6)
+    with pytest.raises(ValueError, match=r"x\['x'\] has shape \(5,\); it must have \(5, 5\)"):
+        fb.hypergradient(task.problem, task.clients, {"x": xs[0]})
+
+
+def mixed(task: Any) -> fb.Problem:
+    """The quadratic problem with a y of two parts: the server's and the clients'."""
+
+    def lower(x: Any, y: Any, batch: Any) -> Tensor:
+        A, B, c = (part.mean(0) for part in batch)
+        whole = torch.cat([y["server"], y["client"]])
+        return 0.5 * whole @ A @ whole - whole @ (B @ x["x"] + c)
+
+    def upper(x: Any, y: Any, batch: Any) -> Tensor:
+        e, t, D = (part.mean(0) for part in batch)
+        whole = torch.cat([y["server"], y["client"]])
+        return 0.5 * ((whole - e) ** 2).sum() + 0.5 * ((x["x"] - t) ** 2).sum() + whole @ D @ x["x"]
+
+    zeros = torch.zeros(2, dtype=torch.float64)
+    y = {"client": zeros, "server": zeros}
+    return fb.Problem(upper, lower, task.problem.x, y, owner={"client": "client"})
+
+
+@pytest.mark.parametrize("name", ["simfbo", "shrofbo", "fedbio", "unifbo", "afbo"])
+def test_a_y_of_which_clients_own_a_part(name: str) -> None:
+    task = fb.tasks.load("quadratic", clients=5, condition=3.0, seed=3)
+    problem = mixed(task)
+    start = fb.hypergradient(problem, task.clients, problem.x, weights=WEIGHTS)["x"].norm()
+    result = solve(dataclasses.replace(task, problem=problem), method(name, "y"), 400)
+    assert result.y.keys() == {"server"}
+    end = fb.hypergradient(problem, task.clients, result.x, weights=WEIGHTS)["x"].norm()
+    assert end < 1e-6 * start
+
+
+@pytest.mark.parametrize("name", ["rabo", "fednest", "aggitd"])
+def test_methods_with_inner_loops_need_all_of_y_or_none(name: str) -> None:
+    task = fb.tasks.load("quadratic", clients=2)
+    sentence = rf"{name} needs all of y .*, but this problem's owner leaves 'server' to the server"
+    with pytest.raises(ValueError, match=sentence):
+        fb.solve(mixed(task), task.clients, method(name, "y"), rounds=1)
+
+
+OTHERS = sorted(set(fb.algorithms.names()) - set(owning("y")))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("level", ["x", "y"])
+def test_other_methods_refuse_and_name_those_that_can(name: str, level: str) -> None:
+    task = client_owned(level, clients=2)
+    sentence = rf"needs {level} on the server, but this problem's owner gives '{level}' .*simfbo"
+    with pytest.raises(ValueError, match=sentence) as error:
+        fb.algorithms.get(name)().check(task.problem, fb.Environment())
+    assert "\n" not in str(error.value)
+
+
+EVERYTHING = [(name, level) for level in ("x", "y") for name in owning(level)]
+
+
+@pytest.mark.parametrize(("name", "level"), EVERYTHING)
+def test_stack_and_loop_agree_and_nothing_that_clients_own_travels(name: str, level: str) -> None:
+    task = client_owned(level, samples=4, noise=1.0, dim_x=3, dim_y=2)
+    environment = fb.Environment(participation=3, local_steps=(1, 3), batch_size=2)
+    results = []
+    for mode in ("stack", "loop"):
+        fed = fb.simulated_federation(task.problem, task.clients, environment, mode=mode)
+        sent = watch(fed)
+        results.append(
+            fb.solve(task.problem, task.clients, method(name, level), rounds=12, federation=fed)
+        )
+        assert sent
+        assert all(size == (2 if level == "x" else 3) for size in sent)
+    stack, loop = results
+    for client in range(5):
+        for a, b in zip(stack.personal(client), loop.personal(client), strict=True):
+            for key in a:
+                torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
+    costs = ("bytes_up", "bytes_down", "gradients", "samples")
+    assert [stack.history[-1][key] for key in costs] == [loop.history[-1][key] for key in costs]
+    assert stack.history[-1]["upper_loss"] == pytest.approx(loop.history[-1]["upper_loss"])
+
+
+def watch(fed: Federation) -> list[int]:
+    """The sizes of all tensors that cross the transport of a federation, from now on."""
+    sizes: list[int] = []
+    executor = fed.transport.executor  # type: ignore[attr-defined]
+    run = executor.run
+
+    def record(values: Any, leading: int) -> None:
+        for value in values.values():
+            for tensor in value.values() if isinstance(value, dict) else []:
+                sizes.append(tensor.numel() // leading)
+
+    def watched(tasks: Any, sums: bool = False) -> Any:
+        for task in tasks:
+            record(task.broadcast.wire_message, 1)
+        for results in run(tasks, sums):
+            record(results.values, len(results.tasks))
+            yield results
+
+    executor.run = watched
+    return sizes
+
+
+@pytest.mark.parametrize(("name", "level"), EVERYTHING)
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(
+    name: str, level: str, tmp_path: Path
+) -> None:
+    task = client_owned(level, samples=4, noise=1.0)
+    environment = fb.Environment(participation=3, local_steps=(1, 3), batch_size=2)
+
+    def run(rounds: int, folder: str, resume: bool = False) -> fb.Result:
+        out = tmp_path / folder
+        options = {"environment": environment, "out": out, "resume": resume, "every": 1}
+        return solve(task, method(name, level), rounds, **options)
+
+    first = run(1, "stopped").history[-1]["round"]
+    resumed = run(3 * first, "stopped", resume=True)
+    whole = run(3 * first, "whole")
+    loaded = fb.load_run(tmp_path / "stopped")
+    moved = False
+    for client in range(5):
+        for ours, theirs, read, start in zip(
+            resumed.personal(client),
+            whole.personal(client),
+            loaded.personal(client),
+            (task.problem.x, task.problem.y),
+            strict=True,
+        ):
+            for key in ours:
+                assert torch.equal(ours[key], theirs[key])
+                assert torch.equal(ours[key], read[key])
+                moved |= not torch.equal(ours[key], start[key])
+    assert moved
