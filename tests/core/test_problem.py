@@ -1,8 +1,10 @@
 """Problems, client data, split modules and weights; wrong ones are refused in one sentence."""
 
+import dataclasses
 import math
 import re
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -474,3 +476,36 @@ def test_client_weights_refuses(weights, kind, sentence):
 def test_client_weights_refuses_what_is_not_a_sequence():
     with pytest.raises(TypeError, match=r"^weights is 3; it must be"):
         client_weights(3, [client(), client()])
+
+
+@pytest.mark.parametrize(
+    ("owner", "sentence"),
+    [
+        ({"head": "client"}, "owner names the variable is 'head'; it must be one of"),
+        ({"v": "node"}, r"owner\['v'\] is 'node'; it must be one of 'server', 'client'"),
+        ({"w": "client", "v": "client"}, "owner gives every variable to the clients"),
+    ],
+)
+def test_a_wrong_owner_is_refused(owner: Any, sentence: str) -> None:
+    zeros = torch.zeros(2)
+    with pytest.raises(ValueError, match=sentence):
+        Problem(lambda x, y, b: 0, lambda x, y, b: 0, {"w": zeros}, {"v": zeros}, owner=owner)
+
+
+def test_parts_of_a_tree_by_owner() -> None:
+    zeros = torch.zeros(1)
+    y = {"body": zeros, "head": zeros, "bias": zeros}
+    problem = Problem(
+        lambda x, y, b: 0, lambda x, y, b: 0, {"w": zeros}, y, owner={"head": "client"}
+    )
+    assert problem.client_levels == ("y",)
+    tree = {"body": zeros + 1, "head": zeros + 2, "bias": zeros + 3}
+    server = problem.server_part(tree)
+    assert list(server) == ["body", "bias"]
+    joined = problem.join_parts("y", server, problem.client_part(tree))
+    assert list(joined.items()) == list(tree.items())
+    assert problem.join_parts("y", server, {})["head"] == 0
+    _, start = problem.start
+    assert list(start) == ["body", "bias"]
+    with pytest.raises(ValueError, match="lower_level is 'private'"):
+        dataclasses.replace(problem, lower_level="private")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import fedbilevel as fb
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.submodels import Submodel
 from fedbilevel.core.tree import Tree
@@ -31,9 +32,13 @@ def _deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     defer_checks(monkeypatch)
 
 
+def no_loss(x: Tree, y: Tree, batch: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
 def pending_replies(*groups: list[int]) -> Replies:
     """Replies of clients in `VALUES` that were summed in groups."""
-    problem: Any = SimpleNamespace(x={"x": torch.zeros(1)}, y={"y": torch.zeros(2)})
+    problem = fb.Problem(no_loss, no_loss, {"x": torch.zeros(1)}, {"y": torch.zeros(2)})
     phase: Any = SimpleNamespace(name="look", reply={"h": "y"}, summed=True)
     half = Submodel({"y": ("v",)}, {"v": 2}, {"v": torch.tensor([0])})
     replies = Replies("a test", phase, problem)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fedbilevel as fb
 from fedbilevel.core.rng import normal, root
 from fedbilevel.core.submodels import Submodel
 from fedbilevel.core.tree import Tree, flatten
@@ -90,7 +91,9 @@ def test_a_reply_that_is_not_finite_is_refused_by_name_and_the_rest_counts(
 
 AXES = {"w": ("u", "s"), "b": ("u",), "v": (None, "u")}
 TOTAL = {"u": 4, "s": 3}
-PROBLEM: Any = SimpleNamespace(
+PROBLEM = fb.Problem(
+    lambda x, y, batch: torch.zeros(()),
+    lambda x, y, batch: torch.zeros(()),
     x=Tree(w=torch.zeros(4, 3).double(), b=torch.zeros(8).double()),
     y=Tree(v=torch.zeros(2, 4).double(), c=torch.zeros(()).double()),
 )

@@ -172,3 +172,25 @@ def test_simfbo_finds_wrong_labels_and_recovers_accuracy(
     learnt = pooled_accuracy(task, result.x["weights"], 1e-4)
     assert clean - noisy > 0.1
     assert learnt - noisy >= least_recovered * (clean - noisy)
+
+
+def test_weights_that_belong_to_the_clients_are_those_of_the_shared_vector() -> None:
+    """One full-batch SimFBO step per round: x_i moves n times as fast, for its 1/n share."""
+    options = {"clients": 3, "samples": 90, "noise": 0.4}
+    shared = fb.tasks.load("hyper-cleaning", **options)
+    owned = fb.tasks.load("hyper-cleaning", **options, owner="client")
+    steps = {"lr_y": 0.5, "lr_z": 0.2, "server_lr_y": 0.5, "server_lr_z": 0.2}
+    together = fb.algorithms.SimFBO(**steps, server_lr_x=30.0)
+    apart = fb.algorithms.SimFBO(**steps, lr_x=10.0)
+    expected = fb.solve(shared.problem, shared.clients, together, rounds=20)
+    result = fb.solve(owned.problem, owned.clients, apart, rounds=20)
+    torch.testing.assert_close(result.y["classifier"], expected.y["classifier"])
+    vectors = expected.x["weights"].split(owned.sizes)
+    for client, (vector, size) in enumerate(zip(vectors, owned.sizes, strict=True)):
+        own = result.personal(client)[0]["weights"]
+        torch.testing.assert_close(own[:size], vector)
+        assert own[:size].abs().max() > 0.01
+        metrics = owned.evaluate_client(*result.personal(client), client)
+        assert metrics["auc"] > 0.5
+    assert torch.equal(shared.corrupted, owned.corrupted)
+    assert expected.history[-1]["bytes_up"] - result.history[-1]["bytes_up"] == 20 * 3 * 4 * 45

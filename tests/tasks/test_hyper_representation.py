@@ -114,3 +114,26 @@ def test_simfbo_reaches_90_percent_on_iid_mnist_within_80_rounds() -> None:
         every=5,
     )
     assert max(metrics["test_accuracy"] for metrics in result.history) >= 0.9
+
+
+def test_heads_that_belong_to_the_clients() -> None:
+    options = {"clients": 4, "hidden": 8, "samples": 200, "partition": "shards"}
+    task = fb.tasks.load("hyper-representation", **options, owner="client")
+    same_split = fb.tasks.load("hyper-representation", **options, held_out=0.2)
+    assert task.problem.client_names == {"head.weight", "head.bias"}
+    assert not same_split.problem.client_names
+    for ours, theirs in zip(task.clients, same_split.clients, strict=True):
+        assert torch.equal(ours.train[0], theirs.train[0])
+        assert ours.size("train") + ours.size("val") == 40
+    result = fb.solve(
+        task.problem, task.clients, "simfbo", rounds=3, evaluate_client=task.evaluate_client
+    )
+    accuracies = [
+        task.evaluate_client(*result.personal(client), client)["test_accuracy"]
+        for client in range(4)
+    ]
+    assert result.history[-1]["test_accuracy_worst"] == min(accuracies)
+    heads = [result.personal(client)[1]["head.weight"] for client in range(4)]
+    assert not torch.equal(heads[0], heads[1])
+    with pytest.raises(ValueError, match="held_out must be above 0"):
+        fb.tasks.load("hyper-representation", **options, owner="client", held_out=0.0)

@@ -16,6 +16,7 @@ from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
 
 ClientLevels = tuple[Literal["x", "y"], ...]
+takers: dict[str, list[str]] = {"x": [], "y": []}  # the methods for a client's own x and y
 
 
 class State(Protocol):
@@ -150,13 +151,10 @@ class Algorithm(ABC):
         """
         for level in problem.client_levels:
             if level not in self.client_levels:
-                from fedbilevel.algorithms import registry  # which imports this module
-
-                able = [n for n in registry.names() if level in registry.get(n).client_levels]
                 raise ValueError(
                     f"{self.name} needs {level} on the server, but this problem's owner gives "
                     f"{min(problem.client_names & vars(problem)[level].keys())!r} to the clients; "
-                    f"methods for a client's own {level} are {', '.join(able)}"
+                    f"methods for a client's own {level} are {', '.join(takers[level])}"
                 )
         if problem.client_names and environment.uses_submodels:
             raise ValueError(

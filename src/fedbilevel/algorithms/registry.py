@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, takers
 from fedbilevel.core import checks
 
 A = TypeVar("A", bound=type[Algorithm])
@@ -43,6 +43,8 @@ def register(name: str) -> Callable[[A], A]:
             raise ValueError(f"an algorithm named {name!r} is registered already")
         algorithm.name = name
         _registry[name] = algorithm
+        for level in algorithm.client_levels:
+            takers[level].append(name)
         return algorithm
 
     return add

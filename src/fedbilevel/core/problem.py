@@ -285,6 +285,11 @@ class Problem:
         """The levels, "x" and "y", that have variables which belong to the clients."""
         return tuple(level for level in ("x", "y") if self.client_names & vars(self)[level].keys())
 
+    @functools.cached_property
+    def sent(self) -> tuple[Tree, Tree]:
+        """Trees with the shapes of what is sent of x and of y: the server's part of each."""
+        return self.server_part(self.x), self.server_part(self.y)
+
     def server_part(self, tree: Mapping[str, Tensor]) -> Tree:
         """The variables of a tree, shaped like x or y, that belong to the server."""
         return Tree({name: t for name, t in tree.items() if name not in self.client_names})

@@ -110,4 +110,5 @@ def build_run(config: Config, task: Task, fed: Federation) -> Run:
         task.evaluate,
         config.every,
         config.experiment.stop.test_accuracy,
+        task.evaluate_client,
     )

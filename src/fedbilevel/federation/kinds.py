@@ -90,7 +90,7 @@ def unflatten_value(vector: Tensor, kind: Kind, problem: Problem) -> Tree | Tens
 def message_kinds(message: Mapping[str, object], problem: Problem) -> dict[str, Kind]:
     """The kinds of the values of a message that have the names of x or of y; others have none."""
     kinds: dict[str, Kind] = {}
-    x, y = problem.start
+    x, y = problem.sent
     for name, value in message.items():
         if isinstance(value, Tree) and value.keys() == x.keys():
             kinds[name] = "x"
@@ -109,7 +109,8 @@ def client_kinds(message: Mapping[str, object], problem: Problem) -> dict[str, K
 
 def _variable(kind: str, problem: Problem) -> Tree:
     """The part of a variable that is sent."""
-    return problem.server_part(problem.x if kind == "x" else problem.y)
+    x, y = problem.sent
+    return x if kind == "x" else y
 
 
 def _kind_shapes(

@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-from torch import Tensor
-
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.core import checks, ranks
 from fedbilevel.core.linear import UnsolvedError
@@ -20,6 +17,7 @@ from fedbilevel.core.process import relaxed_garbage_collection
 from fedbilevel.core.tree import Tree, is_finite
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.ledger import TimeElapsed
+from fedbilevel.runs.clients import ClientMetrics, EvaluateClient, as_numbers
 
 Metrics = dict[str, float]
 Evaluate = Callable[[Tree, Tree], Mapping[str, float]]
@@ -110,6 +108,7 @@ class Run:
         evaluate: A function of x and y that returns numbers, which are added to the metrics.
         every: The distance between two evaluations, in units of cost; by default one round.
         target: A value of the metric "test_accuracy" at which the run stops.
+        evaluate_client: A function of one client's own x and y and of its number; see `fb.solve`.
 
     Attributes:
         state: The state of the algorithm.
@@ -153,6 +152,7 @@ class Run:
         evaluate: Evaluate | None = None,
         every: Amounts | None = None,
         target: float | None = None,
+        evaluate_client: EvaluateClient | None = None,
     ) -> None:
         self.limits = dict(limits)
         self.every = dict(every or {"rounds": 1})
@@ -164,6 +164,9 @@ class Run:
         self.fed = fed
         self.evaluate = evaluate
         self.target = target
+        self.client_metrics: ClientMetrics | None = None
+        if evaluate_client:
+            self.client_metrics = ClientMetrics(evaluate_client, fed)
         self.state = algorithm.init(fed.problem)
         self.good_state = self.state  # at the last evaluation that did not show a divergence
         self.history: list[Metrics] = []
@@ -301,11 +304,14 @@ class Run:
         evaluate = self.evaluate
         if evaluate and not reason:
             try:
-                metrics |= ranks.on_first_rank(lambda: _numbers(evaluate(x, y)))
+                metrics |= ranks.on_first_rank(lambda: as_numbers("evaluate", evaluate(x, y)))
             except UnsolvedError as error:
                 if not self.history:
                     raise
                 reason = str(error)
+        client_metrics = self.client_metrics
+        if client_metrics and not reason:
+            metrics |= ranks.on_first_rank(lambda: client_metrics(x, y))
         self.history.append(metrics)
         if self.status == "completed" and reason:
             self._end("diverged", f"round {metrics['round']}: {reason}")
@@ -326,16 +332,3 @@ class Run:
         if start > 0 and loss > DIVERGENCE_FACTOR * start:
             return f"upper_loss is {loss:.3g}, more than {DIVERGENCE_FACTOR:.0e} times its start"
         return ""
-
-
-def _numbers(metrics: Mapping[str, object]) -> Metrics:
-    """Return what an `evaluate` returned as numbers of Python."""
-    numbers: Metrics = {}
-    for name, value in metrics.items():
-        number = value
-        if isinstance(value, (Tensor, np.generic)) and value.ndim == 0:
-            number = value.item()
-        if not isinstance(number, (int, float)):
-            raise TypeError(f"evaluate returned {name} = {value!r}; a metric must be a number")
-        numbers[name] = number
-    return numbers

@@ -12,6 +12,7 @@ from fedbilevel.core import checks, devices, ranks
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
+from fedbilevel.runs.clients import EvaluateClient
 from fedbilevel.runs.run import Evaluate, Metrics, Result, Run
 from fedbilevel.runs.simulation import simulated_federation
 
@@ -56,6 +57,7 @@ def solve(
     resume: bool = False,
     evaluate: Evaluate | None = None,
     every: int = 1,
+    evaluate_client: EvaluateClient | None = None,
 ) -> Result:
     """Solve a federated bilevel problem.
 
@@ -87,6 +89,10 @@ def solve(
             metrics.
         every: The number of rounds between two evaluations. There is one at the start, one after
             the first iteration that reaches another multiple of `every`, and one at the end.
+        evaluate_client: A function of one client's own x and y and of its number that returns
+            numbers by name. Their mean over clients is added to the metrics under that name, and
+            what else is known of their distribution under "name_median", "name_worst", "name_p10"
+            and "name_spread"; see `fedbilevel.runs.clients`.
 
     Returns:
         The final x and y, the metrics of each evaluation, and how the run ended.
@@ -127,7 +133,14 @@ def solve(
         raise ValueError("federation is given and so is environment; a federation has its own")
     checks.integer("rounds", rounds, least=0)
     checks.integer("every", every, least=1)
-    run = Run(method, federation, {"rounds": rounds}, evaluate, {"rounds": every})
+    run = Run(
+        method,
+        federation,
+        {"rounds": rounds},
+        evaluate,
+        {"rounds": every},
+        evaluate_client=evaluate_client,
+    )
     evaluations: Iterable[Metrics] = run
     if out is not None:
         evaluations = _recorder(run, Path(out), resume)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ class ClassificationData(NamedTuple):
         test: Inputs and labels of the test set.
         classes: How many classes there are.
         imbalanced: Whether some classes have far more training samples than others.
+        held_out: Per client, the indices of samples that neither level uses; empty if there are
+            none.
     """
 
     inputs: Tensor
@@ -41,6 +43,7 @@ class ClassificationData(NamedTuple):
     test: tuple[Tensor, Tensor]
     classes: int
     imbalanced: bool = False
+    held_out: Sequence[Tensor] = ()
 
     def clients(self) -> list[ClientData]:
         """Return the data of each client.
@@ -101,7 +104,7 @@ class ClassificationData(NamedTuple):
             They are counts divided by counts in double precision: 9,000 of 10,000 is exactly 0.9,
             and so reaches a target of 0.9.
         """
-        device = next(iter(x.values())).device
+        device = next(iter({**x, **y}.values())).device
 
         def correct(inputs: Tensor, labels: Tensor) -> Tensor:
             with torch.no_grad():
@@ -123,6 +126,24 @@ class ClassificationData(NamedTuple):
             per_class = [fraction(on_test[test_labels == label]) for label in test_labels.unique()]
             metrics["balanced_accuracy"] = statistics.fmean(per_class)
         return metrics
+
+    def client_metrics(self, scores: Scores, x: Tree, y: Tree, client: int) -> dict[str, float]:
+        """Return `test_accuracy` and `test_loss` of one client on its held-out samples.
+
+        Args:
+            scores: `scores(x, y, inputs)` returns one row of class scores per sample.
+            x: The client's upper variables.
+            y: The client's lower variables.
+            client: The client.
+        """
+        device = next(iter(x.values())).device
+        indices = self.held_out[client]
+        rows = scores(x, y, self.inputs[indices].to(device)).cpu()
+        labels = self.labels[indices]
+        return {
+            "test_accuracy": fraction(rows.argmax(-1) == labels),
+            "test_loss": float(cross_entropies(rows, labels).mean()),
+        }
 
 
 def fraction(holds: Tensor) -> float:
@@ -166,6 +187,7 @@ def load_partitioned(
     test_samples: int | None,
     seed: int,
     imbalance: float = 1.0,
+    held_out: float = 0.0,
 ) -> ClassificationData:
     """Load a data set and partition it among clients.
 
@@ -181,6 +203,7 @@ def load_partitioned(
         seed: The seed of the partition.
         imbalance: How many times as many training samples the first class has as the last; see
             `long_tail`. The test set stays balanced.
+        held_out: The fraction of each client's samples that are kept for its own evaluation.
 
     Returns:
         The samples, their partition and the test set.
@@ -206,13 +229,21 @@ def load_partitioned(
     if alpha is not None:
         options["alpha"] = alpha
     parts = partitions.by_name(partition, labels, clients, seed, **options)
+    if not 0 <= checks.number("held_out", held_out) < 1:
+        raise ValueError(f"held_out is {held_out}; it must be at least 0 and below 1")
     splits = []
+    own_tests = []
     for client, part in enumerate(parts):
+        if held_out:
+            part, own = partitions.split(part, held_out, seed, clients + client)
+            own_tests.append(torch.as_tensor(own))
         train, val = partitions.split(part, validation, seed, client)
         splits.append((torch.as_tensor(train), torch.as_tensor(val)))
     test_inputs, test_labels = source.test
     test = test_inputs[:test_samples], test_labels[:test_samples]
-    return ClassificationData(inputs, labels, splits, test, source.classes, imbalance > 1)
+    return ClassificationData(
+        inputs, labels, splits, test, source.classes, imbalance > 1, own_tests
+    )
 
 
 def long_tail(labels: Tensor, classes: int, imbalance: float) -> Tensor:

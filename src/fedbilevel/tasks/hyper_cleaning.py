@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,10 +33,14 @@ class HyperCleaning(Task):
     """A task of hyper-cleaning that knows the truth.
 
     Attributes:
-        corrupted: Per entry of `x["weights"]`, whether that training sample has a wrong label.
+        corrupted: Per training sample, whether it has a wrong label; the samples of client 0 come
+            first. With `owner="server"` entry j belongs to `x["weights"][j]`.
+        sizes: How many training samples each client has. With `owner="client"` the sample j of a
+            client has the weight `x["weights"][j]` of its own x.
     """
 
     corrupted: Tensor
+    sizes: list[int]
 
 
 def hyper_cleaning(
@@ -47,6 +52,7 @@ def hyper_cleaning(
     alpha: float | None = None,
     noise: float = 0.4,
     ridge: float = 1e-3,
+    owner: Literal["server", "client"] = "server",
     samples: int | None = None,
     test_samples: int | None = None,
     seed: int = 0,
@@ -66,6 +72,8 @@ def hyper_cleaning(
             equally likely. Papers that draw from all classes leave some labels unchanged: their
             rate r with 10 classes is 0.9 r here.
         ridge: The factor of ||y||^2 / 2 in the lower loss.
+        owner: Who has the weights: the "server", one vector that every client receives, or every
+            "client" those of its own samples, which it sends to nobody.
         samples: Use only this many training samples, the first ones.
         test_samples: Use only this many test samples, the first ones.
         seed: The seed of the partition and of the wrong labels.
@@ -74,7 +82,7 @@ def hyper_cleaning(
     Returns:
         The task. Its metrics: `train_accuracy`, `test_accuracy` and, where some labels are wrong,
         `f1` of "x_j < 0" (a weight below its start) and `auc` of -x_j as predictors of wrong
-        labels.
+        labels; with `owner="client"` these two of each client, as a distribution.
 
     Raises:
         ValueError: An option is out of range.
@@ -105,13 +113,19 @@ def hyper_cleaning(
     train = torch.cat([train for train, _ in dataset.splits])
     noisy_labels, corrupted = corrupt(dataset.labels[train], dataset.classes, noise, seed)
     # A training sample carries its position in x["weights"].
-    positions = torch.arange(len(train)).split([len(part) for part, _ in dataset.splits])
+    sizes = [len(part) for part, _ in dataset.splits]
+    parts = torch.arange(len(train)).split(sizes)
+    positions = parts
+    weights = len(train)
+    if checks.one_of("owner", owner, ("server", "client")) == "client":
+        positions = tuple(torch.arange(size) for size in sizes)
+        weights = max(sizes)
     client_data = [
         ClientData(
-            train=(dataset.inputs[part], noisy_labels[position], position),
+            train=(dataset.inputs[part], noisy_labels[rows], position),
             val=(dataset.inputs[val], dataset.labels[val]),
         )
-        for (part, val), position in zip(dataset.splits, positions, strict=True)
+        for (part, val), rows, position in zip(dataset.splits, parts, positions, strict=True)
     ]
 
     def scores(x: Tree, y: Tree, inputs: Tensor) -> Tensor:
@@ -126,17 +140,36 @@ def hyper_cleaning(
         losses = cross_entropies(scores(x, y, inputs), labels)
         return (x["weights"][position].sigmoid() * losses).mean() + 0.5 * ridge * dot(y, y)
 
+    def found(corrupted: Tensor, weights: Tensor) -> dict[str, float]:
+        """Return how well small weights predict wrong labels."""
+        if corrupted.all() or not corrupted.any():
+            return {}
+        suspicion = -weights.cpu()
+        return {
+            "f1": float(f1_score(corrupted, suspicion > 0, zero_division=0.0)),
+            "auc": float(roc_auc_score(corrupted, suspicion)),
+        }
+
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
         metrics = dataset.accuracies(scores, x, y)
-        if corrupted.any() and not corrupted.all():
-            suspicion = -x["weights"].cpu()
-            metrics["f1"] = float(f1_score(corrupted, suspicion > 0, zero_division=0.0))
-            metrics["auc"] = float(roc_auc_score(corrupted, suspicion))
+        if owner == "server":
+            metrics |= found(corrupted, x["weights"])
         return metrics
 
+    def evaluate_client(x: Tree, y: Tree, client: int) -> dict[str, float]:
+        return found(corrupted[parts[client]], x["weights"][: sizes[client]])
+
     start = {"classifier": torch.zeros(dataset.inputs[0].numel(), dataset.classes)}
-    problem = Problem(upper=upper, lower=lower, x={"weights": torch.zeros(len(train))}, y=start)
-    return HyperCleaning(problem, client_data, evaluate, corrupted=corrupted)
+    x = {"weights": torch.zeros(weights)}
+    problem = Problem(upper=upper, lower=lower, x=x, y=start, owner={"weights": owner})
+    return HyperCleaning(
+        problem,
+        client_data,
+        evaluate,
+        evaluate_client if owner == "client" else None,
+        corrupted=corrupted,
+        sizes=sizes,
+    )
 
 
 def corrupt(labels: Tensor, classes: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,15 @@
 
 lower: cross-entropy on training data + ridge/2 ||y||^2,
 upper: cross-entropy on validation data.
+
+The head is shared, or every client has its own: y_i*(x) = argmin g_i(x, y_i) on its own data.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +36,8 @@ def hyper_representation(
     dropout: float = 0.0,
     ridge: float = 1e-3,
     norm_penalty: float = 0.0,
+    owner: Literal["server", "client"] = "server",
+    held_out: float | None = None,
     samples: int | None = None,
     test_samples: int | None = None,
     seed: int = 0,
@@ -56,13 +61,18 @@ def hyper_representation(
         dropout: The dropout rate of the MLP.
         ridge: The factor of ||y||^2 / 2 in the lower loss.
         norm_penalty: The factor of half the sum of the norms of the head's tensors.
+        owner: Who has the head: the "server", one for all, or every "client" its own.
+        held_out: The fraction of each client's samples that are for its evaluation; by default 0.2
+            where clients have heads of their own, else 0.
         samples: Use only this many training samples, the first ones.
         test_samples: Use only this many test samples, the first ones.
         seed: The seed of the partition, the initial parameters and dropout.
         data_dir: Where the files of the data set are; see `fedbilevel.data.load`.
 
     Returns:
-        The task. Its metrics: `train_accuracy` and `test_accuracy`.
+        The task. Its metrics: `train_accuracy` and `test_accuracy` on the common test set; with
+        `held_out` above 0 instead `test_accuracy` and `test_loss` of each client's own model on its
+        own held-out samples, as a mean over clients and as a distribution.
 
     Raises:
         ValueError: An option is out of range.
@@ -76,6 +86,14 @@ def hyper_representation(
     """
     checks.non_negative("ridge", ridge)
     checks.non_negative("norm_penalty", norm_penalty)
+    checks.one_of("owner", owner, ("server", "client"))
+    if held_out is None:
+        held_out = 0.2 if owner == "client" else 0.0
+    if owner == "client" and not held_out:
+        raise ValueError(
+            "held_out is 0 and owner 'client'; a client's head is evaluated on its own samples, so "
+            "held_out must be above 0"
+        )
     dataset = load_partitioned(
         data,
         data_dir,
@@ -86,6 +104,7 @@ def hyper_representation(
         samples=samples,
         test_samples=test_samples,
         seed=seed,
+        held_out=held_out,
     )
     net = dataset.network(model, hidden, seed, head_layers, dropout)
     _, x, y = split_module(net, lower="head.")
@@ -112,5 +131,12 @@ def hyper_representation(
     def evaluate(x: Tree, y: Tree) -> dict[str, float]:
         return dataset.accuracies(predict, x, y)
 
-    problem = Problem(upper=upper, lower=lower, x=x, y=y, embed=embed)
+    def evaluate_client(x: Tree, y: Tree, client: int) -> dict[str, float]:
+        return dataset.client_metrics(predict, x, y, client)
+
+    problem = Problem(
+        upper=upper, lower=lower, x=x, y=y, embed=embed, owner=dict.fromkeys(y, owner)
+    )
+    if held_out:
+        return Task(problem, dataset.clients(), evaluate_client=evaluate_client)
     return Task(problem, dataset.clients(), evaluate)

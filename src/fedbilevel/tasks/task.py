@@ -20,6 +20,8 @@ class Task:
         clients: The data of each client.
         evaluate: `evaluate(x, y)` returns the metrics by which methods are compared on this task,
             such as `test_accuracy`.
+        evaluate_client: `evaluate_client(x, y, client)` returns metrics of one client at its own x
+            and y, on its own data; runs report how they are distributed over the clients.
 
     Examples:
         >>> import fedbilevel as fb
@@ -32,3 +34,4 @@ class Task:
     problem: Problem
     clients: Sequence[ClientData]
     evaluate: Callable[[Tree, Tree], Mapping[str, float]] | None = None
+    evaluate_client: Callable[[Tree, Tree, int], Mapping[str, float]] | None = None
