@@ -21,6 +21,7 @@ from fedbilevel.core.rng import normal, root
 from fedbilevel.core.tree import flatten
 from fedbilevel.execution.stacked import _convolutions as convolutions
 from fedbilevel.execution.stacked import _steps as steps
+from fedbilevel.execution.stacked import executor as stacked_executor
 from fedbilevel.execution.stacked._convolutions import (
     FORWARD,
     TO_INPUTS,
@@ -94,12 +95,14 @@ def test_a_stack_of_constant_size_computes_the_same_as_one_that_shrinks(
     check_same_run(run_iterations(name), run_iterations(name, like_a_gpu=True))
 
 
-def test_a_compiled_task_draws_and_sums_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace stands in for the compiler."""
+def imitate_capture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Capture by calling, with a trace in the place of the compiler; return the versions called."""
+    versions = []
 
     def run_capturing(
-        self: CudaGraphs, _: str, __: Any, program: Any, leaves: Any, spec: Any
+        self: CudaGraphs, _: str, version: str, __: Any, program: Any, leaves: Any, spec: Any
     ) -> Any:
+        versions.append(version)
         self.capturing = True
         try:
             return program(pytree.tree_unflatten(leaves, spec))
@@ -109,13 +112,45 @@ def test_a_compiled_task_draws_and_sums_the_same(monkeypatch: pytest.MonkeyPatch
     defer_checks(monkeypatch)
     monkeypatch.setattr(CudaGraphs, "run", run_capturing)
     monkeypatch.setattr(steps, "compile_trace", trace)
-    compiled = run_iterations("simfbo", iterations=0, like_a_gpu=True)
-    step_runner = compiled.fed.transport.executor.step_runner  # type: ignore[attr-defined]
-    step_runner.compile = True
+    return versions
+
+
+def test_a_task_is_compiled_once_it_has_run_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = imitate_capture(monkeypatch)
+    task = quadratic(clients=3, dim_x=5, dim_y=7)
+    fed = fb.simulated_federation(task.problem, task.clients, fb.Environment(local_steps=2))
+    imitate_gpu(fed)
+    bytes_per_use = 2 * 3 * 8 * (5 + 7 + 7)  # local steps, clients, and x, y, z in float64
+    monkeypatch.setattr(stacked_executor, "COMPILE_AFTER", 4.5 * bytes_per_use)
+    run = Run(algorithms.get("simfbo")(), fed, {"rounds": 10**6})
     for _ in range(6):
-        compiled.advance()
+        run.advance()
+    assert versions == ["", "", "compiled", "compiled"]  # of the third to the sixth use
+
+
+def test_a_compiler_that_fails_leaves_the_trace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no C compiler")
+
+    imitate_capture(monkeypatch)
+    monkeypatch.setattr(steps, "compile_trace", fail)
+    monkeypatch.setattr(stacked_executor, "COMPILE_AFTER", 0)
+    run = run_iterations("simfbo", like_a_gpu=True)
+    run.fed.check_pending()
+    assert "without PyTorch's compiler: no C compiler" in caplog.text
+    check_same_run(run_iterations("simfbo"), run)
+
+
+def test_a_compiled_task_draws_and_sums_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = imitate_capture(monkeypatch)
+    monkeypatch.setattr(stacked_executor, "COMPILE_AFTER", 0)
+    compiled = run_iterations("simfbo", like_a_gpu=True)
     compiled.fed.check_pending()
+    assert set(versions) == {"compiled"}
     check_same_run(run_iterations("simfbo"), compiled)
+    step_runner = compiled.fed.transport.executor.step_runner  # type: ignore[attr-defined]
     # Keys, indices and sums are compiled; they take no gradient, steps do.
     without_gradients = [
         traced for traced in step_runner.traces.values() if traced and traced.gradients == 0

@@ -57,7 +57,7 @@ def test_defaults_are_filled_in(tmp_path: Path) -> None:
         "mode": "stack",
         "memory": 2**31,
         "precision": "fp32",
-        "compile": False,
+        "compile": "auto",
         "threads": 1,
     }
 

@@ -125,7 +125,7 @@ GOOD: dict[str, Any] = {
         "mode": "stack",
         "memory": 2**31,
         "precision": "fp32",
-        "compile": False,
+        "compile": "auto",
         "threads": 1,
     },
 }

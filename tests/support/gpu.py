@@ -35,7 +35,9 @@ def imitate_gpu(fed: Federation) -> None:
 def disable_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run programs as they are instead of capturing them as CUDA graphs."""
 
-    def run(self: CudaGraphs, _: str, __: Any, program: Any, leaves: Any, spec: Any) -> Any:
+    def run(
+        self: CudaGraphs, _: str, __: str, ___: Any, program: Any, leaves: Any, spec: Any
+    ) -> Any:
         return program(pytree.tree_unflatten(leaves, spec))
 
     monkeypatch.setattr(CudaGraphs, "run", run)

@@ -16,6 +16,10 @@ Precision = Literal["fp32", "tf32", "bf16", "bf16-all"]
 - "bf16-all": the losses run in bfloat16 too.
 """
 
+Compile = bool | Literal["auto"]
+"""Whether client steps on a GPU go through PyTorch's compiler: all, none, or, with "auto", those
+that have run for about as long as compiling them takes."""
+
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 

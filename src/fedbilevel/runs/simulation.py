@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from fedbilevel.core import checks, devices, ranks
-from fedbilevel.core.precision import Precision
+from fedbilevel.core.precision import Compile, Precision
 from fedbilevel.core.problem import (
     ClientData,
     Problem,
@@ -43,7 +43,7 @@ def simulated_federation(
     mode: Literal["stack", "loop"] = "stack",
     memory: int | None = None,
     precision: Precision = "fp32",
-    compile: bool = False,
+    compile: Compile = "auto",
 ) -> Federation:
     """Create a federation whose clients are simulated in this process, on a virtual clock.
 
@@ -65,7 +65,8 @@ def simulated_federation(
         precision: The precision of the clients' products and convolutions: "fp32", which rounds
             nothing; "tf32", for GPUs; "bf16" for the backbone (`Problem.embed`) alone; or
             "bf16-all".
-        compile: Whether client steps are compiled with `torch.compile`; for GPUs only.
+        compile: Whether client steps on a GPU go through PyTorch's compiler: all (True), none
+            (False), or, with "auto", those that have run for about as long as compiling takes.
 
     Returns:
         The federation, for `fb.solve` or `Run`.
@@ -98,10 +99,10 @@ def simulated_federation(
             f"owner gives {min(problem.client_names)!r} to the clients, but the run has "
             f"{ranks.size()} ranks; it must have one"
         )
-    if compile and device == "cpu":
+    if compile is True and device == "cpu":
         raise ValueError(
             "compile is True, but device is 'cpu', where a compiled step is no faster; "
-            "it must be False"
+            "it must be False or 'auto'"
         )
     if precision == "tf32" and device == "cpu":
         raise ValueError(

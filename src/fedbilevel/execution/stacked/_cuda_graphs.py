@@ -60,6 +60,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self.captured: dict[Hashable, CapturedProgram | None] = {}
         self.capturing = False
+        self._versions: dict[Hashable, str] = {}
         self._streams: list[torch.cuda.Stream] = []
         self._busy: dict[Hashable, torch.cuda.Stream] | None = None  # within `side_by_side`
         self._inputs: list[Sequence[Tensor]] = []  # of the programs on the busy streams
@@ -67,6 +68,7 @@ class CudaGraphs:
     def run(
         self,
         name: str,
+        version: str,
         addresses: Hashable,
         program: Program,
         leaves: Sequence[Leaf],
@@ -76,13 +78,16 @@ class CudaGraphs:
 
         Args:
             name: Identifies the program and the signature of its inputs.
+            version: In which form it is captured; another one takes the place of the former.
             addresses: Of the tensors that the program reads beside its inputs.
             program: The program.
             leaves: Its inputs, flattened.
             spec: Their structure.
         """
         key = (name, addresses)
-        if key not in self.captured:
+        if key not in self.captured or self._versions[key] != version:
+            self.captured.pop(key, None)  # its memory is free before the other version takes some
+            self._versions[key] = version
             self._capture(key, program, leaves, spec)
         captured = self.captured[key]
         if captured is None:

@@ -133,20 +133,18 @@ class StepRunner:
     Args:
         problem: What is solved.
         graphs: The CUDA graphs of a GPU; None on a CPU.
-        compile_: Whether traces go through PyTorch's compiler.
-
     Attributes:
         measured: floating-point operations and peak bytes of each part for one client, by name.
         calls: The number of PyTorch operations of each part, by name.
         uses: How often each step or task ran, by name.
         traces: Traced functions, by name; None for one that cannot be traced.
+        compiling: Whether the present task goes through PyTorch's compiler.
     """
 
-    def __init__(self, problem: Problem, graphs: CudaGraphs | None, compile_: bool) -> None:
+    def __init__(self, problem: Problem, graphs: CudaGraphs | None) -> None:
         self.problem = problem
         self.graphs = graphs
-        self.compile = compile_
-        self.trace = compile_trace if compile_ else trace
+        self.compiling = False
         self.measured: dict[str, tuple[int, int]] = {}
         self.calls: dict[str, int] = {}
         self.uses: dict[str, int] = {}
@@ -232,7 +230,7 @@ class StepRunner:
             fn: A function of nested tensors.
             *args: Its arguments.
         """
-        if not (self.compile and self.graphs and self.graphs.capturing):
+        if not (self.compiling and self.graphs and self.graphs.capturing):
             return fn(*args)
         tensors, spec = pytree.tree_flatten(args)
         result_spec = spec
@@ -243,7 +241,7 @@ class StepRunner:
             return result
 
         def compile_flat() -> TracedStep:
-            run = compile_trace(flat, tensors)
+            run = self._trace(flat, tensors)
             return TracedStep(run, result_spec, gradients=0)
 
         name = self.name((label, spec, signature(tensors)))
@@ -256,6 +254,8 @@ class StepRunner:
         self, name: str, what: str, make: Callable[[], TracedStep]
     ) -> TracedStep | None:
         """Return the trace of this name, which is made if there is none; None if it cannot be."""
+        if self.compiling:
+            name = f"compiled {name}"
         if name not in self.traces:
             try:
                 self.traces[name] = make()
@@ -263,6 +263,14 @@ class StepRunner:
                 log.info("%s is not traced: %s", what, first_line(error))
                 self.traces[name] = None
         return self.traces[name]
+
+    def _trace(self, fn: FlatFunction, args: Sequence[Tensor]) -> FlatFunction:
+        if self.compiling:
+            try:
+                return compile_trace(fn, args)
+            except Exception as error:  # such as a compiler that finds no C compiler
+                log.warning("steps run without PyTorch's compiler: %s", first_line(error))
+        return trace(fn, args)
 
     def run_step(
         self, step: StackedStep, numbers: Sequence[Tensor], known: KnownSteps
@@ -345,7 +353,7 @@ class StepRunner:
             return step.run(*tensors, *remaining)
 
         def make() -> TracedStep:
-            traced = self.trace(run, inputs)
+            traced = self._trace(run, inputs)
             return TracedStep(traced, step.result_spec, step.oracle.gradients)
 
         traced = self._find_or_trace(f"{name}{zeros or ''}", f"phase {step.phase.name!r}", make)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core import ranks
 from fedbilevel.core.devices import constant, to_device
-from fedbilevel.core.precision import Precision, products_in
+from fedbilevel.core.precision import Compile, Precision, products_in
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import Tree, nbytes
@@ -55,6 +55,9 @@ from fedbilevel.federation.task import (
 )
 
 CAPTURE_FROM = 2  # uses of a task on a GPU before it is captured
+# Bytes of messages, times local steps, that a captured task has worked on before it is compiled.
+# They take an H200 about as long as the compiler, 15 to 25 s.
+COMPILE_AFTER = 2e12
 STACK_BELOW = 1e7  # operations of a client's largest convolution, on a CPU
 
 
@@ -76,7 +79,8 @@ class StackedExecutor(Executor):
         device: Where clients compute.
         memory: Bytes that a chunk may take, and also bytes of client memories that are cached.
         precision: The precision of products and convolutions.
-        compile: Whether captured tasks go through PyTorch's compiler.
+        compile: Whether captured tasks go through PyTorch's compiler: all, none, or, with "auto",
+            those that have run for about as long as compiling them takes.
 
     Attributes:
         memories: What each client remembers.
@@ -104,7 +108,7 @@ class StackedExecutor(Executor):
         device: str = "cpu",
         memory: int = 2**31,
         precision: Precision = "fp32",
-        compile: bool = False,
+        compile: Compile = "auto",
     ) -> None:
         problem = problem.with_precision(precision)
         self.problem = problem
@@ -118,7 +122,8 @@ class StackedExecutor(Executor):
         self.footprints: dict[str, int] = {}
         self.graphs = CudaGraphs()
         self.convolutions = Convolutions()
-        self.step_runner = StepRunner(problem, self.graphs if self.on_gpu else None, compile)
+        self.compile = compile
+        self.step_runner = StepRunner(problem, self.graphs if self.on_gpu else None)
         self.sample_store = SampleStore(problem, self.step_runner, memory, device)
         self.inputs = InputBuilder(problem, self.sample_store, batch_size, device)
         self._data: dict[int, ClientData] = {}  # of the clients of the present tasks
@@ -290,20 +295,30 @@ class StackedExecutor(Executor):
     ) -> tuple[Values | Sums, ProgramCosts]:
         """Run a program on a GPU, from its third use on as a CUDA graph.
 
-        Uses are counted in the checkpoint, so that a resumed run captures the same tasks.
+        Uses are counted in the checkpoint, so that a resumed run captures and compiles the same
+        tasks at the same uses.
         """
         leaves, spec = pytree.tree_flatten(inputs)
         structure = program.broadcast.phase.structure
         name = self.step_runner.name((structure, "task", spec, signature(leaves)))
-        if self.step_runner.count_use(name) <= CAPTURE_FROM:
+        uses = self.step_runner.count_use(name)
+        if uses <= CAPTURE_FROM:
             return program(inputs)
+        self.step_runner.compiling = self._is_compiled(uses, inputs)
 
         def with_fast_convolutions(inputs: StackInputs) -> tuple[Values | Sums, ProgramCosts]:
             with self.convolutions:
                 return program(inputs)
 
+        version = "compiled" if self.step_runner.compiling else ""
         addresses = self.sample_store.addresses()
-        return self.graphs.run(name, addresses, with_fast_convolutions, leaves, spec)
+        return self.graphs.run(name, version, addresses, with_fast_convolutions, leaves, spec)
+
+    def _is_compiled(self, uses: int, inputs: StackInputs) -> bool:
+        if self.compile != "auto":
+            return self.compile
+        message_bytes = len(inputs.keys) * nbytes(inputs.shared) + nbytes(inputs.own)
+        return uses * inputs.lengths[0] * message_bytes > COMPILE_AFTER
 
     def _recall(self, task: Task) -> Memory:
         """Return what the phases of a task's client remember."""
