@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fedbilevel.core.tree import Tree as Tree
     from fedbilevel.core.weighting import weighted as weighted
     from fedbilevel.diagnostics.check import check as check
+    from fedbilevel.diagnostics.value import value as value
     from fedbilevel.federation import delays as delays
     from fedbilevel.federation import stages as stages
     from fedbilevel.federation.environment import Environment as Environment
@@ -75,6 +76,7 @@ _HOMES = {
     "split_module": "core.problem:split_module",
     "stages": "federation.stages",
     "tasks": "tasks",
+    "value": "diagnostics.value:value",
     "weighted": "core.weighting:weighted",
 }
 __all__ = list(_HOMES)

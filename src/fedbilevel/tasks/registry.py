@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # Name of a task: its module in this package, and the function of the same name in it. Modules are
 # imported on demand, because tasks import PyTorch and data sets, and these further libraries.
 _MODULES = {
+    "sites": "sites",
     "quadratic": "quadratic",
     "hyper-representation": "hyper_representation",
     "hyper-cleaning": "hyper_cleaning",

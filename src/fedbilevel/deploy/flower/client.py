@@ -32,6 +32,7 @@ from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import ClientData
 from fedbilevel.core.submodels import Submodel, count_units
 from fedbilevel.deploy.flower.wire import Values, WireError, decode, encode, one_line
+from fedbilevel.diagnostics import value_phases  # noqa: F401  (registers them)
 from fedbilevel.execution.losses import ClientLosses
 from fedbilevel.execution.memories import OWN
 from fedbilevel.execution.reference import ReferenceExecutor

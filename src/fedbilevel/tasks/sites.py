@@ -1,0 +1,214 @@
+"""Sites of unequal quality: learn how much each site counts, from a few people who can be trusted.
+
+lower: log loss of a logistic regression on the training records of the sites, weighted by site,
+    + exp(log_ridge)/2 ||y||^2,
+upper: log loss on the records of trusted people, whose answers were checked.
+
+The upper variables are one weight per site (`fb.weighted`) and the ridge coefficient. The data are
+those of the RAND Health Insurance Experiment, at six real sites; the answers of some sites are
+spoiled on request.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedbilevel.core import checks
+from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.rng import fold_in, root, rows, uniform
+from fedbilevel.core.tree import Tree, dot
+from fedbilevel.core.weighting import WEIGHTS, weighted
+from fedbilevel.data.people import People, impute_and_standardise, read_rand
+from fedbilevel.tasks.task import Task
+
+SITES = 6
+RIDGE_BOUNDS = (1e-6, 1.0)
+START_RIDGE = 1e-3
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sites(Task):
+    """A task of sites that knows which of them are bad.
+
+    Attributes:
+        bad: The clients whose records were spoiled, in ascending order.
+        names: The name of each client.
+        plain: The same problem without weights of clients.
+        baselines: For each baseline the clients whose training data it is fitted to, for `plain`:
+            "FedAvg, all sites" (spoiled records and trusted people), "trusted people alone" and
+            "FedAvg, clean" (no record is spoiled, and trusted people).
+    """
+
+    bad: tuple[int, ...]
+    names: tuple[str, ...]
+    plain: Problem
+    baselines: dict[str, list[ClientData]]
+
+
+def sites(
+    *,
+    bad: int = 2,
+    noise: float = 0.4,
+    shift: float = 0.0,
+    keep: float = 1.0,
+    trusted: float = 0.02,
+    seed: int = 0,
+) -> Sites:
+    """Build the task of weighting sites: did a person see a physician in a year?
+
+    Every person is at one site, and all records of a person are on one side: a fifth of the people
+    of each site are for the test, a fraction `trusted` for the upper level, all others for the
+    lower level. Bad sites are drawn; only their training records are spoiled.
+
+    Args:
+        bad: How many of the six sites are bad.
+        noise: The probability that the answer of a training record of a bad site is flipped.
+        shift: How many standard deviations are added to every feature of a bad site.
+        keep: The fraction of the training people that a bad site keeps.
+        trusted: The fraction of the people of each site who are trusted: 0.02 are about 400
+            records, 0.15 about 3,000.
+        seed: The seed of the split, of the bad sites and of the flips.
+
+    Returns:
+        The task. Its metrics, on the test people: `test_loss` (log loss), `test_accuracy`, and
+        `weight_of_bad`, the sum of the weights of the bad sites.
+
+    Raises:
+        ValueError: An option is out of range, or statsmodels, which ships the data, is not
+            installed.
+
+    References:
+        Newhouse et al., "Some interim results from a controlled trial of cost sharing in health
+        insurance", 1981; Cameron and Trivedi, "Microeconometrics", 2005.
+
+    Examples:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("sites", bad=2, noise=0.4)
+        >>> len(task.clients), task.bad
+        (6, (1, 4))
+    """
+    checks.integer("bad", bad, least=0, most=SITES)
+    if not 0 <= checks.number("noise", noise) <= 1:
+        raise ValueError(f"noise is {noise}; it must be in [0, 1]")
+    checks.number("shift", shift)
+    for name, fraction in (("keep", keep), ("trusted", trusted)):
+        if not 0 < checks.number(name, fraction) <= 1:
+            raise ValueError(f"{name} is {fraction}; it must be above 0 and at most 1")
+    if trusted > 0.7:
+        raise ValueError(f"trusted is {trusted}; it must be at most 0.7, to leave training people")
+    people = read_rand()
+    key = root(seed, "sites")
+    train, val, test = split_people(people, trusted, key)
+    features = torch.from_numpy(impute_and_standardise(people.features, train))
+    labels = torch.from_numpy(people.outcome["visited"])
+    person = torch.from_numpy(people.person)
+
+    bad_sites = sorted(rows(fold_in(key, 1), SITES, bad).tolist())
+    is_bad = torch.from_numpy(np.isin(people.site, bad_sites))
+    flipped = is_bad & (uniform(fold_in(key, 2), labels.shape) < noise)
+    reported = torch.where(flipped, 1 - labels, labels)
+    moved = features + shift * is_bad[:, None]
+    # All records of a person are kept, or none.
+    fate = uniform(fold_in(fold_in(key, 3), person), ())
+    kept = torch.from_numpy(train) & ~(is_bad & (fate >= keep))
+
+    clients = []
+    baselines: dict[str, list[ClientData]] = {name: [] for name in BASELINES}
+    for site in range(SITES):
+        here = torch.from_numpy(people.site == site)
+        spoiled = _side(moved, reported, kept & here)
+        clean = _side(features, labels, torch.from_numpy(train) & here)
+        checked = _side(features, labels, torch.from_numpy(val) & here)
+        trusted_people = {**checked, "person": person[torch.from_numpy(val) & here]}
+        clients.append(ClientData(train=spoiled, val=trusted_people))
+        for name, parts in zip(
+            BASELINES, ((spoiled, checked), (checked,), (clean, checked)), strict=True
+        ):
+            joined = {key: torch.cat([part[key] for part in parts]) for key in checked}
+            baselines[name].append(ClientData(train=joined, val=trusted_people))
+
+    def upper(x: Tree, y: Tree, batch: dict[str, Tensor]) -> Tensor:
+        logits = batch["features"] @ y["weight"] + y["bias"]
+        return F.binary_cross_entropy_with_logits(logits, batch["label"])
+
+    def lower(x: Tree, y: Tree, batch: dict[str, Tensor]) -> Tensor:
+        return upper(x, y, batch) + 0.5 * x["log_ridge"].exp() * dot(y, y)
+
+    def project_x(x: Tree) -> Tree:
+        low, high = map(math.log, RIDGE_BOUNDS)
+        return Tree(log_ridge=x["log_ridge"].clamp(low, high))
+
+    on_test = _side(features, labels, torch.from_numpy(test))
+
+    def evaluate(x: Tree, y: Tree) -> dict[str, float]:
+        y = y.map(Tensor.cpu)
+        logits = on_test["features"] @ y["weight"] + y["bias"]
+        right = (logits > 0) == (on_test["label"] > 0)
+        metrics = {
+            "test_loss": float(upper(x, y, on_test)),
+            "test_accuracy": int(right.sum()) / len(right),
+        }
+        if WEIGHTS in x and bad_sites:
+            metrics["weight_of_bad"] = float(x[WEIGHTS][bad_sites].sum())
+        return metrics
+
+    start = torch.tensor(math.log(START_RIDGE), dtype=torch.float64)
+    weight = torch.zeros(features.shape[1], dtype=torch.float64)
+    bias = torch.zeros((), dtype=torch.float64)
+    plain = Problem(
+        upper=upper,
+        lower=lower,
+        x={"log_ridge": start},
+        y={"weight": weight, "bias": bias},
+        project_x=project_x,
+    )
+    problem, numbered = weighted(plain, clients)
+    return Sites(
+        problem,
+        numbered,
+        evaluate,
+        bad=tuple(bad_sites),
+        names=tuple(f"site {site + 1}" for site in range(SITES)),
+        plain=plain,
+        baselines=baselines,
+    )
+
+
+BASELINES = ("FedAvg, all sites", "trusted people alone", "FedAvg, clean")
+
+
+def split_people(people: People, trusted: float, key: Tensor) -> tuple[Mask, Mask, Mask]:
+    """Split the records of each site by person.
+
+    Args:
+        people: The records.
+        trusted: The fraction of the people of each site who are trusted.
+        key: The key of the draws.
+
+    Returns:
+        Which records are for training, which are those of trusted people, which are for the test.
+    """
+    roles = np.zeros(len(people.site), dtype=np.int64)
+    for site in range(SITES):
+        here = people.site == site
+        persons = np.unique(people.person[here])
+        order = rows(fold_in(fold_in(key, 0), site), len(persons), len(persons)).numpy()
+        test = round(0.2 * len(persons))
+        val = max(1, round(trusted * len(persons)))
+        roles[here & np.isin(people.person, persons[order[:test]])] = 2
+        roles[here & np.isin(people.person, persons[order[test : test + val]])] = 1
+    return roles == 0, roles == 1, roles == 2
+
+
+def _side(features: Tensor, labels: Tensor, chosen: Tensor) -> dict[str, Tensor]:
+    """One side of the data of a client: the chosen records."""
+    return {"features": features[chosen], "label": labels[chosen]}
