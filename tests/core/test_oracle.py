@@ -1,5 +1,6 @@
 """Every derivative of the oracle agrees with dense Hessians and with finite differences."""
 
+import dataclasses
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.autograd.functional import hessian, jacobian
 from torch.func import vmap
 from torch.nn.functional import softplus
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem, split_module
@@ -127,6 +128,23 @@ def dense(problem, x, y, batch):
 
 def close(tree, vector, rtol=1e-10):
     torch.testing.assert_close(flatten(tree), vector, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("call", ["hessian_product", "cross_product", "directions", "products"])
+def test_differences_are_near_the_exact_products_and_cost_what_they_say(case, call):
+    problem = dataclasses.replace(case.problem, derivatives="differences")
+    exact = Oracle(case.problem)
+    differences = Oracle(problem)
+    expected, near = (
+        flatten_all(vmap(getattr(oracle, call))(case.x, case.y, case.z, case.batch))
+        for oracle in (exact, differences)
+    )
+    torch.testing.assert_close(near, expected, rtol=1e-6, atol=1e-7)
+    assert differences.gradients == exact.gradients + (call == "directions")
+
+
+def flatten_all(values):
+    return torch.cat([leaf.flatten() for leaf in tree_leaves(values)])
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.7])

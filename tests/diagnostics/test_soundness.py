@@ -117,7 +117,8 @@ UNUSABLE = [
         {"lower": with_square(DifferentiableOnce)},
     ),
     (
-        "the lower loss has no second derivative: there is none",
+        "the lower loss has no second derivative (differences of gradients, or a first-order "
+        "method such as 'memfbo', do without): there is none",
         {"lower": with_square(WithoutSecond)},
     ),
     ("the lower loss has no derivative: ", {"lower": with_square(WithoutVmapRule)}),

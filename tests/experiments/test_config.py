@@ -57,6 +57,7 @@ def test_defaults_are_filled_in(tmp_path: Path) -> None:
         "mode": "stack",
         "memory": 2**31,
         "precision": "fp32",
+        "derivatives": "auto",
         "compile": "auto",
         "threads": 1,
     }

@@ -65,6 +65,7 @@ class Algorithm(ABC):
         submodels: Whether clients may hold parts of the model, see `Environment.capacity`.
         client_levels: The levels, "x" and "y", of which it allows variables that belong to the
             clients, see `Problem.owner`.
+        second_derivatives: Whether it needs second derivatives of the lower loss.
 
     Examples:
         >>> import fedbilevel as fb
@@ -78,6 +79,7 @@ class Algorithm(ABC):
     lower_levels: ClassVar[tuple[Literal["shared", "private"], ...]] = ("shared",)
     submodels: ClassVar[bool] = False
     client_levels: ClassVar[ClientLevels] = ()
+    second_derivatives: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         settings.check(self)

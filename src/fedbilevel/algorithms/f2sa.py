@@ -120,6 +120,8 @@ class F2SA(Algorithm):
         ('completed', True)
     """
 
+    second_derivatives = False
+
     lr_x: Step = 0.05
     lr_y: Step = 0.2
     lr_u: Step = 0.2

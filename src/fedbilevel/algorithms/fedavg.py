@@ -199,6 +199,7 @@ class FedAvg(Algorithm):
     """
 
     solves = "single"
+    second_derivatives = False
     lower_levels = ("shared", "private")
     batch_phase: ClassVar[type[Train]] = Train
     episode_phase: ClassVar[type[TrainOnEpisodes]] = TrainOnEpisodes

@@ -56,7 +56,9 @@ class Adapt(Episodes):
             return x, y
 
         def outer(x: Tree, y: Tree) -> Tensor:
-            return oracle.upper(*adapted(x, y), batch)
+            with oracle.kernels():
+                x, y = adapted(x, y)
+            return oracle.upper(x, y, batch)
 
         if self.first_order:
             d_x, d_y = oracle.upper_gradients(*adapted(x, y), batch)

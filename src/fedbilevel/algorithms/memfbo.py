@@ -160,6 +160,7 @@ class MemFBO(Algorithm):
         ('completed', True)
     """
 
+    second_derivatives = False
     with_barrier: ClassVar[type[PenaltyDescend]] = PenaltyDescend
     without_barrier: ClassVar[type[PenaltyDescend]] = SeparatePenaltyDescend
 

@@ -444,6 +444,7 @@ class RAFBO(RABO):
         True
     """
 
+    second_derivatives = False
     local_phase = LocalHypergradientByDifferences
     global_phase = GlobalDirectionsByDifferences
     episode_phase = EpisodeHypergradientsByDifferences

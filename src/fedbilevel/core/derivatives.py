@@ -1,10 +1,12 @@
-"""`grad` and `vjp` of functions of trees, which record no more than they must.
+"""`grad`, `vjp` and `vmap` of functions of trees; derivatives record no more than they must.
 
 They do what the functions of these names in `torch.func` do, on the same primitives. Those record
 every backward pass, in case that somebody differentiates it again, and import PyTorch's compiler,
 which takes a second. These record a backward pass only if its operands are being differentiated
 from outside, by an enclosing transform or by autograd. Otherwise it takes less time and memory, and
 layers whose fused backward kernel has no derivative of its own, such as GroupNorm, use that kernel.
+
+`unfused_kernels` is for layers whose fused kernels have no second derivative at all.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 Nested = Any  # tensors in any nest of tuples, lists, dicts and trees
@@ -116,6 +119,27 @@ def vjp(fn: Callable[[Nested], tuple[Nested, Any]], x: Nested) -> tuple[Nested, 
     return value, pullback, aux
 
 
+def vmap(fn: Callable[..., Nested], in_dims: Any = 0) -> Callable[..., Nested]:
+    """Return `torch.vmap` of a function, without its warnings.
+
+    Fused attention has no rule for stacks. PyTorch then loops over them, and warns each time.
+
+    Args:
+        fn: A function of tensors in any nest.
+        in_dims: The axis of each argument that is mapped over; None for none.
+
+    Returns:
+        A function of stacks.
+
+    Examples:
+        >>> vmap(torch.dot)(torch.ones(2, 3), torch.ones(2, 3))
+        tensor([3., 3.])
+    """
+    functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    stacked: Callable[..., Nested] = torch.vmap(fn, in_dims=in_dims)
+    return stacked
+
+
 def is_differentiated(value: Tensor) -> bool:
     """Tell whether a value is being differentiated, by a transform or by autograd.
 
@@ -136,6 +160,35 @@ def is_differentiated(value: Tensor) -> bool:
             return False
         value = functorch.get_unwrapped(value)
     return True
+
+
+@contextmanager
+def unfused_kernels() -> Iterator[None]:
+    """A context in which what attention and recurrent layers compute has second derivatives.
+
+    It sets PyTorch's kernels for attention to the unfused ones, and leaves cuDNN alone with nothing
+    (convolutions too); both are restored at the end. Derivatives may be taken outside.
+
+    Yields:
+        Nothing.
+
+    Examples:
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> def loss(q):
+        ...     with unfused_kernels():
+        ...         return F.scaled_dot_product_attention(q, q, q).sum()
+        >>> q = torch.ones(1, 2, 4)
+        >>> grad(lambda q: grad(loss)(q).sum())(q).shape
+        torch.Size([1, 2, 4])
+    """
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cudnn.enabled = enabled
 
 
 @contextmanager

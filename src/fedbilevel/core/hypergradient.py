@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.func import jacrev
 
 from fedbilevel.core import checks
+from fedbilevel.core.capabilities import find_capabilities
 from fedbilevel.core.derivatives import grad
 from fedbilevel.core.linear import CG, MatVec, Solution, Solver, UnsolvedError
 from fedbilevel.core.oracle import Oracle
@@ -56,10 +57,11 @@ class PooledProblem:
             raise ValueError(
                 "the pooled hypergradient needs lower_level='shared'; this problem's is 'private'"
             )
-        self.oracle = Oracle(problem)
         self.weights = client_weights(weights, clients)
         self.owned = problem.client_names
         self.start = self._for_all(problem.y, len(clients))
+        device = str(next(iter(problem.x.values())).device)
+        self.oracle = Oracle(find_capabilities(problem, clients[0], device).problem)
         key = torch.zeros((), dtype=torch.int64)
         self.batches = [Batch(client.train, client.val, key) for client in clients]
 
@@ -73,8 +75,9 @@ class PooledProblem:
 
     def _mean(self, loss: Callable[[Tree, Tree, Batch], Tensor], x: Tree, y: Tree) -> Tensor:
         values = []
-        for i, batch in enumerate(self.batches):
-            values.append(loss(self._of_client(x, i), self._of_client(y, i), batch))
+        with self.oracle.kernels():
+            for i, batch in enumerate(self.batches):
+                values.append(loss(self._of_client(x, i), self._of_client(y, i), batch))
         return torch.stack([p * value for p, value in zip(self.weights, values, strict=True)]).sum()
 
     def _for_all(self, tree: Mapping[str, Tensor], clients: int) -> Tree:

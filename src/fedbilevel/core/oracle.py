@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.derivatives import grad, vjp
+from fedbilevel.core.derivatives import grad, unfused_kernels, vjp
 from fedbilevel.core.problem import Batch, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import Tree, dot, nbytes, norm
@@ -82,7 +83,9 @@ class Oracle:
 
     Every call adds its cost to `gradients`, in units of one gradient on one batch: 1 for a
     gradient, 2 for a Hessian product or a cross product (or both from one pass), 3 for a
-    hypergradient or for all three directions. Values of the losses cost nothing.
+    hypergradient or for all three directions. Values of the losses cost nothing. How second
+    derivatives are computed is `Problem.derivatives`; with "differences" the methods that return a
+    first derivative beside a product cost 1 more.
 
     Args:
         problem: The problem whose losses are differentiated.
@@ -145,6 +148,17 @@ class Oracle:
         if isinstance(batch, EmbeddedBatch):
             batch = batch.rebuild(batch.features)
         return self.problem.lower(x, y, self._data(x, batch, LOWER), self._key(batch, LOWER))
+
+    def kernels(self) -> AbstractContextManager[None]:
+        """A context in which losses are evaluated whose gradients are differentiated again.
+
+        Returns:
+            `unfused_kernels()` where the losses need that (see `Problem.derivatives`); else a
+            context in which nothing changes.
+        """
+        if self.problem.derivatives == "unfused":
+            return unfused_kernels()
+        return nullcontext()
 
     def project_x(self, x: Tree) -> Tree:
         """The feasible point closest to x; see `Problem.project`.
@@ -232,12 +246,14 @@ class Oracle:
         """
         self.gradients += 3
 
-        def surrogate(x: Tree, y: Tree) -> tuple[Tensor, Tree]:
+        def surrogate(x: Tree, y: Tree) -> tuple[Tensor, Tree | None]:
             features = self._embed_sides_together(x, _differentiable(batch))
-            d_y = grad(self.lower, argnums=1)(x, y, features)
-            return self.upper(x, y, features) - dot(d_y, z), d_y
+            slope, d_y = self._slope_and_gradient(x, y, z, features)
+            return self.upper(x, y, features) - slope, d_y
 
         (d_x, minus_d_z), d_y = grad(surrogate, argnums=(0, 1), has_aux=True)(x, y)
+        if d_y is None:
+            d_y = self.lower_gradient_y(x, y, batch)
         if damping:
             d_z = damping * z - minus_d_z
         else:
@@ -417,11 +433,12 @@ class Oracle:
         """
         self.gradients += 2
 
-        def slope(y: Tree) -> tuple[Tensor, Tree]:
-            g_y = grad(self.lower, argnums=1)(x, y, batch)
-            return dot(g_y, v), g_y
+        def slope(y: Tree) -> tuple[Tensor, Tree | None]:
+            return self._slope_and_gradient(x, y, v, batch)
 
         product, g_y = grad(slope, has_aux=True)(y)
+        if g_y is None:
+            g_y = self.lower_gradient_y(x, y, batch)
         return g_y, product
 
     def cross_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> Tree:
@@ -586,7 +603,23 @@ class Oracle:
 
     def _lower_slope(self, v: Tree) -> Loss:
         """<grad_y g, v> as a function of (x, y, batch); its gradients are second-order products."""
-        return lambda x, y, batch: dot(grad(self.lower, argnums=1)(x, y, batch), v)
+        return lambda x, y, batch: self._slope_and_gradient(x, y, v, batch)[0]
+
+    def _slope_and_gradient(
+        self, x: Tree, y: Tree, v: Tree, batch: AnyBatch
+    ) -> tuple[Tensor, Tree | None]:
+        """<grad_y g, v>, and grad_y g if it was computed on the way.
+
+        By differences it is (g(x, y + h v) - g(x, y - h v)) / 2h, which has the same gradients up
+        to h^2, and takes first derivatives only.
+        """
+        if self.problem.derivatives == "differences":
+            h = _difference_width(y) / norm(v).clamp(min=torch.finfo(_dtype(v)).tiny)
+            rise = self.lower(x, y + v * h, batch) - self.lower(x, y - v * h, batch)
+            return rise / (2 * h), None
+        with self.kernels():
+            gradient = grad(self.lower, argnums=1)(x, y, batch)
+        return dot(gradient, v), gradient
 
     def _gradient_x(self, fn: Loss, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """The gradient of fn(x, y, batch) in x, also through the features of an embedded batch."""
@@ -613,6 +646,20 @@ class Oracle:
         # Most losses depend on x through the features alone.
         total = through_features.map(_sum_of_used, by_x)
         return total, by_y.map(_value_or_zero, y)
+
+
+def _dtype(tree: Tree) -> torch.dtype:
+    return next(iter(tree.values())).dtype
+
+
+def _difference_width(y: Tree) -> Tensor:
+    """The distance from y of the two points of a difference.
+
+    The cube root of the rounding balances it with the error h^2 of the difference.
+    """
+    size = norm(y.map(Tensor.detach))
+    width: Tensor = torch.finfo(_dtype(y)).eps ** (1 / 3) * (1 + size)
+    return width
 
 
 def _sum_of_used(a: Tensor, b: Tensor | None) -> Tensor:

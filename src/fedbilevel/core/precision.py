@@ -1,4 +1,4 @@
-"""The precision in which clients compute, and what PyTorch must be told for it."""
+"""The precision of products and of second derivatives, and what PyTorch must be told for it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ Compile = bool | Literal["auto"]
 that have run for about as long as compiling them takes."""
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+Derivatives = Literal["auto", "exact", "unfused", "differences"]
+"""How second derivatives of the lower loss are computed; see `Problem`."""
+
+DERIVATIVES: tuple[Derivatives, ...] = get_args(Derivatives)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import checks
-from fedbilevel.core.precision import PRECISIONS, Precision
+from fedbilevel.core.precision import DERIVATIVES, PRECISIONS, Derivatives, Precision
 from fedbilevel.core.submodels import count_units
 from fedbilevel.core.tree import Tree
 
@@ -200,12 +200,19 @@ class Problem:
         owner: "client" for each variable of x or y, by name, that every client has for itself, such
             as the head of a personal model. It starts from the given value, stays with the client
             and is never sent. Variables that are not named belong to the "server".
+        derivatives: How second derivatives are computed. "exact": by differentiating twice.
+            "unfused": likewise, but attention and recurrent layers run in PyTorch's unfused
+            kernels; the fused ones can be differentiated only once. "differences": by differences
+            of the lower loss at two points, which has first derivatives only. "auto": the first of
+            these that works on the first client's data, chosen before the first round. First
+            derivatives are the same in all of them.
 
     Raises:
         TypeError: A loss is not callable or takes another number of arguments, x or y is not a
             non-empty dict of floating tensors, or their dtypes differ.
-        ValueError: `lower_level` is unknown, x and y share a name, hold values that are not finite,
-            or do not fit `axes`; `owner` names no variable, or leaves the server none.
+        ValueError: `lower_level` or `derivatives` is unknown, x and y share a name, hold values
+            that are not finite, or do not fit `axes`; `owner` names no variable, or leaves the
+            server none.
 
     Examples:
         Ridge regression whose regularisation is tuned on validation data:
@@ -235,9 +242,11 @@ class Problem:
     embed: Callable[..., Data] | None = None
     axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     owner: Mapping[str, Owner] = field(default_factory=dict)
+    derivatives: Derivatives = "auto"
 
     def __post_init__(self) -> None:
         checks.one_of("lower_level", self.lower_level, ("shared", "private"))
+        checks.one_of("derivatives", self.derivatives, DERIVATIVES)
         for name in ("upper", "lower"):
             loss = getattr(self, name)
             if not callable(loss):

@@ -6,6 +6,7 @@ Everything is measured with gradients and Hessian products, on a sample of the c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.func import grad, vjp
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import checks
+from fedbilevel.core.capabilities import find_capabilities
 from fedbilevel.core.hypergradient import line_search
 from fedbilevel.core.linear import CG, MatVec
 from fedbilevel.core.oracle import AnyBatch, Oracle
@@ -181,11 +183,16 @@ def check(
             "check needs a problem whose variables all belong to the server; this problem's owner "
             f"gives {min(problem.client_names)!r} to the clients"
         )
+    checks.one_of("mode", mode, ("stack", "loop"))
     environment = environment or Environment()
     environment.check(len(clients))
     device = str(next(iter(problem.x.values())).device)
     with on_client(0, "before round 1"):
         problem.check(clients[0], device)
+        found = find_capabilities(problem, clients[0], device)
+    problem = found.problem
+    if problem.derivatives == "differences":  # they measure nothing exactly
+        problem = replace(problem, derivatives="exact")
     losses = Losses(
         problem,
         clients,
@@ -193,11 +200,14 @@ def check(
         environment,
         seed=seed,
         device=device,
-        stack=checks.one_of("mode", mode, ("stack", "loop")) == "stack",
+        stack=checks.one_of("mode", mode, ("stack", "loop")) == "stack"
+        and not found.no_stacked_values,
         clients=MAX_CLIENTS,
         samples=MAX_SAMPLES,
     )
-    return _diagnose(PooledSample(problem, losses), len(clients), environment, rounds)
+    sample = PooledSample(problem, losses)
+    with sample.kernels():
+        return _diagnose(sample, len(clients), environment, rounds)
 
 
 def _diagnose(sample: PooledSample, clients: int, environment: Environment, rounds: int) -> Report:

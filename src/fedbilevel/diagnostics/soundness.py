@@ -124,7 +124,10 @@ def derivative_warnings(oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> list[
         for name, loss in (("upper", oracle.upper), ("lower", oracle.lower)):
             failure = f"the {name} loss has no derivative"
             grad(loss, argnums=(0, 1))(x, y, batch)
-        failure = "the lower loss has no second derivative"
+        failure = (
+            "the lower loss has no second derivative (differences of gradients, or a first-order "
+            "method such as 'memfbo', do without)"
+        )
         at_z_zero = oracle.directions(x, y, zeros_like(y), batch)
         at_z_w = oracle.directions(x, y, w, batch)
         failure = "the losses have no third derivative, from which the curvature of Phi is measured"

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.derivatives import is_differentiated
+from fedbilevel.core.derivatives import is_differentiated, vmap
 
 Nested = Any  # tensors in any nest of tuples, dicts and trees
 

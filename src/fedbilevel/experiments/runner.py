@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,11 +57,17 @@ def load_task(config: Config, data_dir: Path | None = None) -> Task:
         ConfigError: If the task cannot be loaded.
     """
     torch.set_num_threads(config.table["runtime"]["threads"])
-    return config.load_task(data_dir)
+    task = config.load_task(data_dir)
+    derivatives = config.experiment.runtime.derivatives
+    if derivatives == "auto":
+        return task
+    return replace(task, problem=replace(task.problem, derivatives=derivatives))
 
 
 def build_federation(config: Config, task: Task) -> Federation:
     """Build the simulated federation of a config, with the clients of a task.
+
+    How clients compute is chosen here, where the config leaves it open, and recorded in its table.
 
     Args:
         config: The resolved experiment.
@@ -75,7 +82,7 @@ def build_federation(config: Config, task: Task) -> Federation:
     """
     experiment = config.experiment
     device = ranks.local_device(experiment.device)
-    return simulated_federation(
+    federation = simulated_federation(
         task.problem.to(device),
         task.clients,
         config.environment,
@@ -87,6 +94,8 @@ def build_federation(config: Config, task: Task) -> Federation:
         precision=experiment.runtime.precision,
         compile=experiment.runtime.compile,
     )
+    config.table["runtime"].update(federation.runtime)
+    return federation
 
 
 def build_run(config: Config, task: Task, fed: Federation) -> Run:

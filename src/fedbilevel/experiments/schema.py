@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from fedbilevel.core import checks
-from fedbilevel.core.precision import Compile, Precision
+from fedbilevel.core.precision import Compile, Derivatives, Precision
 
 Table = dict[str, Any]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -78,6 +78,7 @@ class Runtime(Strict):
     mode: Literal["stack", "loop"] = "stack"
     memory: Annotated[int, Field(ge=1)] | None = None
     precision: Precision = "fp32"
+    derivatives: Derivatives = "auto"
     compile: Compile = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
 

@@ -61,6 +61,9 @@ class Federation:
         iteration: Completed iterations of the algorithm; the run counts them.
         ledger: What the run has cost so far.
         in_flight: The posted tasks that have not ended, by client.
+        runtime: How clients compute, where that was chosen before the first round, for the record.
+        no_second_derivatives: Why the losses have no second derivatives; empty if they have, or if
+            nobody has looked.
 
     Raises:
         ValueError: The environment does not fit the number of clients, or the seed is negative.
@@ -113,6 +116,8 @@ class Federation:
             problem, clients, self.environment, weights, transport.samples, seed
         )
         self.ledger = Ledger()
+        self.runtime: Mapping[str, str] = {}
+        self.no_second_derivatives = ""
         self.iteration = 0
         self.cohorts = 0  # how many cohorts were drawn
         self.draws = 0  # how many numbers the server has drawn

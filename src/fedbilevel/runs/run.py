@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,13 @@ Amounts = Mapping[str, float]
 
 UNITS = ("rounds", "bytes", "samples", "gradients", "flops", "virtual_s", "wall_s")
 DIVERGENCE_FACTOR = 1e6  # a run has diverged if its upper loss is this multiple of its start
+
+_DERIVATIVES = {
+    "unfused": "taken through unfused kernels",
+    "differences": "replaced by differences of gradients",
+}
+
+log = logging.getLogger("fedbilevel")
 
 
 @dataclass
@@ -119,7 +127,7 @@ class Run:
 
     Raises:
         ValueError: If an amount is negative or in an unknown unit, or if the algorithm does not
-            solve such a problem.
+            solve such a problem, or needs second derivatives that its losses do not have.
 
     Examples:
         >>> import fedbilevel as fb
@@ -160,6 +168,7 @@ class Run:
             checks.one_of("unit", unit, UNITS)
             checks.non_negative(unit, amount)
         algorithm.check(fed.problem, fed.environment)
+        _check_derivatives(algorithm, fed)
         self.algorithm = algorithm
         self.fed = fed
         self.evaluate = evaluate
@@ -332,3 +341,22 @@ class Run:
         if start > 0 and loss > DIVERGENCE_FACTOR * start:
             return f"upper_loss is {loss:.3g}, more than {DIVERGENCE_FACTOR:.0e} times its start"
         return ""
+
+
+def _check_derivatives(algorithm: Algorithm, fed: Federation) -> None:
+    """Refuse a method that needs what the losses do not have; say what replaces it."""
+    if not algorithm.second_derivatives:
+        return
+    if fed.no_second_derivatives:
+        raise ValueError(
+            f"{algorithm.name} needs second derivatives of the lower loss, which has none with "
+            f"derivatives={fed.problem.derivatives!r} ({fed.no_second_derivatives}); choose "
+            "derivatives='auto', or a first-order method such as 'memfbo'"
+        )
+    derivatives = fed.runtime.get("derivatives", "exact")
+    if derivatives != "exact":
+        log.warning(
+            "second derivatives are %s, because the lower loss has no others "
+            "(a first-order method such as 'memfbo' needs none)",
+            _DERIVATIVES[derivatives],
+        )

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from fedbilevel.core import checks, devices, ranks
+from fedbilevel.core.capabilities import find_capabilities
 from fedbilevel.core.precision import Compile, Precision
 from fedbilevel.core.problem import (
     ClientData,
@@ -58,8 +59,8 @@ def simulated_federation(
         seed: The seed of all random draws.
         device: Where clients and server compute, as PyTorch names it: "cpu", "cuda" or "cuda:N".
         mode: "stack" computes clients with batches of equal shape together; "loop" computes them
-            one by one, for debugging and for losses that `torch.vmap` does not support. Both make
-            the same random draws, and agree up to rounding.
+            one by one, for debugging and for losses that `torch.vmap` does not support, where it
+            also replaces "stack". Both make the same random draws, and agree up to rounding.
         memory: The bytes that a stack of clients may take, by default two gigabytes, or a quarter
             of a GPU. Client memory beyond the same number of bytes goes to a file.
         precision: The precision of the clients' products and convolutions: "fp32", which rounds
@@ -118,6 +119,13 @@ def simulated_federation(
         first = clients[0]
         problem.check(first, device, episode)
         _warn_of_detached_upper_loss(problem, first, device, batch_size)
+        found = find_capabilities(problem, first, device, episode)
+        if found.no_first:
+            raise ValueError(f"the lower loss has no derivative in y: {found.no_first}")
+    problem = found.problem
+    if mode == "stack" and found.no_stacks:
+        log.warning("clients run one by one, because losses cannot be stacked: %s", found.no_stacks)
+        mode = "loop"
     if memory is None:
         memory = devices.stack_bytes(device)
     executor: Executor
@@ -148,7 +156,7 @@ def simulated_federation(
             environment,
             seed=seed,
             device=device,
-            stack=mode == "stack",
+            stack=mode == "stack" and not found.no_stacked_values,
             own=executor.own,
         )
 
@@ -158,9 +166,12 @@ def simulated_federation(
     clock = VirtualClock(
         executor, len(clients), environment, seed=seed, device=device, losses=losses
     )
-    return Federation(
+    federation = Federation(
         problem, len(clients), clock, environment, weights=lambda: p, seed=seed, device=device
     )
+    federation.runtime = {"mode": mode, "derivatives": problem.derivatives}
+    federation.no_second_derivatives = found.no_second
+    return federation
 
 
 def _training_samples(clients: Sequence[ClientData], client: int) -> int:

@@ -172,6 +172,7 @@ def _recorder(run: Run, folder: Path, resume: bool) -> Recorder:
         "every": run.every,
         "seed": fed.seed,
         "device": device,
+        "runtime": dict(fed.runtime),
     }
     return Recorder(run, folder, config, resume)
 

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel import tasks
 from fedbilevel.core import checks
+from fedbilevel.core.capabilities import find_capabilities
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import ClientData
 from fedbilevel.core.submodels import Submodel, count_units
@@ -162,6 +163,7 @@ class Worker:
         if self.problem.lower_level == "private":
             episode_size = environment.batch_size
         self.problem.check(self.data, node.device, episode_size)
+        self.problem, *_ = find_capabilities(self.problem, self.data, node.device, episode_size)
         self.executor = ReferenceExecutor(
             self.problem,
             {self.client: self.data},

@@ -1,0 +1,156 @@
+"""Every method for a shared lower level runs networks with PyTorch's own attention, or refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+
+import pytest
+import torch
+
+import fedbilevel as fb
+from tests.support import sequences
+
+SHARED = [
+    name for name in fb.algorithms.names() if "shared" in fb.algorithms.get(name).lower_levels
+]
+SECOND = [name for name in SHARED if fb.algorithms.get(name).second_derivatives]
+SAID = "second derivatives are taken through unfused kernels"
+
+
+@pytest.fixture
+def attention() -> sequences.Attention:
+    torch.manual_seed(0)
+    return sequences.Attention()
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_runs_with_attention_below(
+    name: str, attention: sequences.Attention, caplog: pytest.LogCaptureFixture
+) -> None:
+    problem = sequences.whole_network_below(attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = fb.solve(problem, sequences.clients(), name, rounds=6)
+    assert result.status == "completed"
+    if name not in ("sdbo", "adbo"):  # the server's y waits for the first cutting planes
+        assert any(not torch.equal(result.y[key], problem.y[key]) for key in problem.y)
+    said = [record.message for record in caplog.records]
+    assert [line.split(",")[0] for line in said] == ([SAID] if name in SECOND else [])
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_runs_with_attention_above_a_linear_head_as_it_is(
+    name: str, attention: sequences.Attention, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There nobody differentiates attention twice."""
+    result = fb.solve(sequences.head_below(attention), sequences.clients(), name, rounds=6)
+    assert result.status == "completed"
+    assert not caplog.records
+
+
+def test_first_order_methods_are_those_that_take_no_second_derivative(
+    attention: sequences.Attention,
+) -> None:
+    """The losses refuse to be differentiated twice; only these methods run on them."""
+    problem = sequences.whole_network_below(attention, derivatives="exact")
+    for name in SHARED:
+        if name not in SECOND:
+            fb.solve(problem, sequences.clients(), name, rounds=1)
+            continue
+        sentence = f"{name} needs second derivatives of the lower loss, .* choose .* 'memfbo'$"
+        with pytest.raises(ValueError, match=sentence):
+            fb.solve(problem, sequences.clients(), name, rounds=1)
+    assert {"memfbo", "mefbo", "f2sa", "rafbo", "fedavg"} <= set(SHARED) - set(SECOND)
+
+
+@pytest.mark.parametrize("name", ["simfbo", "fednest", "rabo"])
+def test_differences_give_nearly_the_run_of_unfused_kernels(
+    name: str, attention: sequences.Attention
+) -> None:
+    attention.double()
+    ends = []
+    for derivatives in ("unfused", "differences"):
+        problem = sequences.whole_network_below(attention, derivatives=derivatives)
+        result = fb.solve(problem, sequences.clients(), name, rounds=31)
+        ends.append(result.x["w"])
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-9)
+
+
+CLIENT_BY_CLIENT = "clients run one by one, because losses cannot be stacked: "
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers_run_client_by_client(
+    layer: type[torch.nn.RNNBase], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    problem = sequences.whole_network_below(sequences.Recurrent(layer).double())
+    for name in ("simfbo", "memfbo"):
+        federation = fb.simulated_federation(problem, sequences.clients())
+        result = fb.solve(problem, [], name, rounds=10, federation=federation)
+        assert federation.runtime == {"mode": "loop", "derivatives": "exact"}
+        assert result.history[-1]["upper_loss"] < result.history[0]["upper_loss"]
+        assert caplog.messages.pop().startswith(CLIENT_BY_CLIENT)
+
+
+def test_losses_that_cannot_be_stacked_run_client_by_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A loss that branches on a value."""
+
+    def loss(x: fb.Tree, y: fb.Tree, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        target = batch[0].mean()
+        if target > 0.5:
+            return ((y["y"] - x["x"]) ** 2).sum()
+        return ((y["y"] - target) ** 2).sum()
+
+    problem = fb.Problem(loss, loss, x={"x": torch.ones(1)}, y={"y": torch.ones(1)})
+    data = (torch.zeros(2),), (torch.ones(2),)
+    clients = [fb.ClientData(side, side) for side in data]
+    result = fb.solve(problem, clients, "simfbo", rounds=60, every=60)
+    assert result.history[-1]["upper_loss"] < 0.1 * result.history[0]["upper_loss"]
+    (line,) = caplog.messages
+    assert line.startswith(CLIENT_BY_CLIENT)
+
+
+def test_what_was_chosen_is_in_the_config_and_a_run_resumes_under_it(
+    attention: sequences.Attention, tmp_path: object
+) -> None:
+    problem = sequences.whole_network_below(attention)
+    whole = fb.solve(problem, sequences.clients(), "simfbo", rounds=4, out=f"{tmp_path}/whole")
+    fb.solve(problem, sequences.clients(), "simfbo", rounds=2, out=f"{tmp_path}/run")
+    resumed = fb.solve(
+        problem, sequences.clients(), "simfbo", rounds=4, out=f"{tmp_path}/run", resume=True
+    )
+    assert torch.equal(resumed.x["w"], whole.x["w"])
+    config = fb.load_run(f"{tmp_path}/run").config
+    assert config["runtime"] == {"mode": "stack", "derivatives": "unfused"}
+    other = dataclasses.replace(problem, derivatives="differences")
+    with pytest.raises(ValueError, match=r"derivatives = 'unfused', not 'differences'"):
+        fb.solve(other, sequences.clients(), "simfbo", rounds=5, out=f"{tmp_path}/run", resume=True)
+
+
+def test_a_loss_without_any_derivative_is_refused_before_the_run() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, y: torch.Tensor) -> torch.Tensor:
+            return y * 2
+
+    def loss(x: fb.Tree, y: fb.Tree, batch: object) -> torch.Tensor:
+        return Once.apply(y["y"]).sum() * x["x"].sum()
+
+    problem = fb.Problem(loss, loss, x={"x": torch.ones(1)}, y={"y": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"client 0, before .* no derivative in y"):
+        fb.solve(problem, sequences.clients(), "fedavg", rounds=1)
+
+
+def test_networks_are_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Problems with all derivatives say nothing, and are recorded as exact."""
+    caplog.set_level(logging.INFO, "fedbilevel")
+    task = fb.tasks.load("quadratic", clients=2)
+    federation = fb.simulated_federation(task.problem, task.clients)
+    fb.Run(fb.algorithms.SimFBO(), federation, {"rounds": 1})
+    assert federation.runtime == {"mode": "stack", "derivatives": "exact"}
+    assert not caplog.records
