@@ -15,7 +15,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from fedbilevel.core.tree import Tree
 from fedbilevel.deploy.flower import client, warm_node
-from fedbilevel.deploy.flower.wire import decode, encode
+from fedbilevel.deploy.flower.wire import decode, encode, seal, token_of
 from tests.support.flower import QUADRATIC, resolve_config, simulated_run
 
 push_reply = warm_node._push_reply
@@ -56,7 +56,8 @@ class MisbehavingClient:
         ]
         if self.tasks > len(lies):
             return Message(RecordDict({"tensors": ArrayRecord()}), reply_to=message)
-        return Message(encode(**{**honest, **lies[self.tasks - 1]}), reply_to=message)
+        lie = encode(**{**honest, **lies[self.tasks - 1]})
+        return Message(seal(lie, token_of(message.content)), reply_to=message)
 
 
 def push_forged_reply_first(

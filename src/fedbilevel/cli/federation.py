@@ -253,7 +253,7 @@ def _simulated_client_app(settings: Mapping[str, str]) -> ClientApp:
         context.node_config.update(settings)
         return answer(message, context)
 
-    app = ClientApp(mods=[add_settings])
+    app = ClientApp(mods=[client.seal, add_settings])
     app.query()(client.hello)
     app.train()(client.task)
     app.evaluate()(client.evaluate)

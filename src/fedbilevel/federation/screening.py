@@ -187,8 +187,8 @@ def stack_norms(value: Any) -> list[float]:
         largest entry, whose square may be too large for a number.
 
     Examples:
-        >>> stack_norms(torch.tensor([[3.0, 4.0], [3e200, 4e200]], dtype=torch.float64))
-        [5.0, 5e+200]
+        >>> stack_norms(torch.tensor([[3.0, 4.0], [0.0, 1e200]], dtype=torch.float64))
+        [5.0, 1e+200]
     """
     rows = []
     for tensor in pytree.tree_leaves(value):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from flwr.app import Array, Message
 
-from fedbilevel.deploy.flower._grid import UNREADABLE_CODE, GridConnection
+from fedbilevel.deploy.flower._grid import UNREADABLE_CODE, GridConnection, Sent
 from fedbilevel.deploy.flower.wire import SHORT, bundle, is_bundle
 from tests.support.flower import (
     QUADRATIC,
@@ -47,7 +47,7 @@ def test_a_short_message_cannot_become_a_large_one(repeats: int) -> None:
             inflated.append(Array.inflate(sent, dict(chunks)))
             return []
 
-    reply = GridConnection(cast(Any, Flower())).pull("0", SHORT)
+    reply = GridConnection(cast(Any, Flower())).pull(Sent("0", ""), SHORT)
     if repeats == 1:
         assert reply is None
         assert inflated[0].data == array.data

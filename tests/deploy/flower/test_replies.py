@@ -100,6 +100,49 @@ def with_shape(*sizes: int) -> Change:
     return change
 
 
+@pytest.mark.parametrize("form", [lambda content: content, bundle], ids=["records", "bundle"])
+@pytest.mark.parametrize("renumbered", [False, True])
+def test_a_reply_to_an_earlier_message_is_refused(
+    renumbered: bool, form: Change, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its values are those of an older point; repeating the right task number does not help."""
+    kept: list[RecordDict] = []
+
+    def replay(message: Message, handle: Handler) -> Message:
+        reply = handle(message)
+        content = kept[0] if kept else reply.content
+        kept.append(reply.content)
+        if renumbered and len(kept) > 1:
+            old = decode(content)
+            proof = content["header"]["proof"]
+            content = encode(**{**old, "number": decode(reply.content)["number"]})
+            content["header"]["proof"] = proof
+        return Message(form(content), reply_to=message)
+
+    grid = FakeGrid(4)
+    grid.behaviours[101] = only_for("train", replay)
+    fed, run = real_federation(grid, resolve_config(QUADRATIC))
+    advance(6, run)
+    assert fed.ledger.refused_replies == 3
+    assert fed.transport.excluded == [1]
+    assert "client 1: the reply is not to the message that was sent" in caplog.text
+
+
+def test_a_reply_without_a_proof_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def forge(message: Message, handle: Handler) -> Message:
+        content = encode(**decode(handle(message).content))
+        content["header"]["proof"] = ""
+        return Message(content, reply_to=message)
+
+    grid = FakeGrid(3)
+    grid.behaviours[101] = forge
+    config = resolve_config(QUADRATIC, **{"task.clients": 3})
+    fed, _ = real_federation(grid, config, Conduct(start_clients=2))
+    fed.weights()
+    assert fed.transport.present == [0, 2]
+    assert "node 101 refused: the reply is not to the message that was sent" in caplog.text
+
+
 NPY = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<f8', 'fortran_order': False, 'shape': ("
 HOSTILE = {
     "a damaged npy header": with_data((NPY + b"(3,").ljust(127) + b"\n"),

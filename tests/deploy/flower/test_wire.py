@@ -16,7 +16,7 @@ from fedbilevel.deploy.flower.wire import Limits, WireError, bundle, decode, enc
 from tests.support.flower import DESCEND, QUADRATIC, FakeGrid, resolve_config
 
 HEADER = {
-    "version": 4,
+    "version": 5,
     "tensors": [["float32", [2]]],
     "values": {"dict": [["x", {"tensor": "0"}]]},
 }
@@ -24,7 +24,7 @@ TEXT = {"json": json.dumps(HEADER)}
 TWICE = [{"tensor": "0"}, {"tensor": "0"}]
 TWO_FLOATS = Array("float32", (2,), "raw", bytes(8))
 MANY_NINES = [9] * 20_000  # their product has 19,000 digits
-DEEP_HEADER = '{"version":4,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"
+DEEP_HEADER = '{"version":5,"tensors":[],"values":' + "[" * 900 + "]" * 900 + "}"
 
 
 def raw(count: int, value: int = 0) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import NamedTuple
 
 import httpx
@@ -18,6 +19,7 @@ from fedbilevel.deploy.flower.wire import (
     decode,
     is_bundle,
     one_line,
+    stamp,
 )
 
 REPLY_POLL_S = 0.02  # seconds between two looks for replies
@@ -28,22 +30,30 @@ NODE_DIED_CODES = (4, 5, 8)  # the node or its process ended with the message: i
 UNREADABLE_CODE = -1  # ours: Flower itself cannot read what the node has sent
 
 
+class Sent(NamedTuple):
+    """A message that was sent: Flower's id of it, and the token that seals its reply."""
+
+    message_id: str
+    token: str
+
+
 class NodeReply(NamedTuple):
     """The reply of a node: its content, or the error code and the reason why there is none.
 
-    `limits` is how large the content may be.
+    `limits` is how large the content may be, and `token` is that of the message.
     """
 
     content: RecordDict | None
     error_code: int | None = None
     reason: str = ""
     limits: Limits = SHORT
+    token: str = ""
 
     def decode(self) -> Values:
         """Return the values of the reply; raise a `WireError` if there are none."""
         if self.content is None:
             raise WireError(self.reason or f"Flower reports error {self.error_code}")
-        return decode(self.content, self.limits)
+        return decode(self.content, self.limits, self.token)
 
 
 class GridConnection:
@@ -56,20 +66,22 @@ class GridConnection:
         self.grid = grid
         self._bundling_nodes: set[int] = set()
 
-    def push(self, message: Message) -> str | None:
-        """Send a message to its node; return Flower's id of it, None if the node has left."""
+    def push(self, message: Message) -> Sent | None:
+        """Send a message to its node, with a fresh token; return None if the node has left."""
+        token = secrets.token_hex(16)
+        message.content = stamp(message.content, token)
         if message.metadata.dst_node_id in self._bundling_nodes:
             message.content = bundle(message.content)
         message_ids = list(self.grid.push_messages([message]))
-        if not message_ids:
+        if not message_ids or not message_ids[0]:
             return None
-        return message_ids[0] or None
+        return Sent(message_ids[0], token)
 
-    def pull(self, message_id: str, limits: Limits = SHORT) -> NodeReply | None:
+    def pull(self, sent: Sent, limits: Limits = SHORT) -> NodeReply | None:
         """Return the reply to a message, of `limits` at most; None if there is none yet."""
         try:
             with limit_flower_arrays(limits.tensor_bytes):
-                replies = list(self.grid.pull_messages([message_id]))
+                replies = list(self.grid.pull_messages([sent.message_id]))
             if not replies:
                 return None
             reply = replies[0]
@@ -79,7 +91,7 @@ class GridConnection:
                 self._bundling_nodes.add(reply.metadata.src_node_id)
             else:
                 self._bundling_nodes.discard(reply.metadata.src_node_id)
-            return NodeReply(reply.content, limits=limits)
+            return NodeReply(reply.content, limits=limits, token=sent.token)
         except httpx.HTTPError:
             raise  # the SuperLink cannot be reached: no fault of the node
         except Exception as error:  # Flower inflates here whatever the node has sent

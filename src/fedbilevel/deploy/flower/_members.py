@@ -13,6 +13,7 @@ from fedbilevel.deploy.flower._grid import (
     NODE_DIED_CODES,
     GridConnection,
     NodeReply,
+    Sent,
 )
 from fedbilevel.deploy.flower.wire import WireError, one_line
 from fedbilevel.federation.replies import log
@@ -49,8 +50,8 @@ class Members:
         self.ttl = ttl
         self.node_of: dict[int, int] = {}
         self.samples: dict[int, tuple[int, int]] = {}
-        # By node: the id of the greeting that it has not answered yet, and when that expires.
-        self._greeted: dict[int, tuple[str, float]] = {}
+        # By node: the greeting that it has not answered yet, and when that expires.
+        self._greeted: dict[int, tuple[Sent, float]] = {}
         # By node: the client that it claimed to be if that one was taken, None if refused for good.
         self._refused: dict[int, int | None] = {}
         self._key_names: dict[int, str] = {}
@@ -74,8 +75,8 @@ class Members:
             del self.node_of[client]
 
     def _read_answers(self) -> None:
-        for node, (message_id, expires_at) in list(self._greeted.items()):
-            reply = self.grid.pull(message_id)
+        for node, (greeting, expires_at) in list(self._greeted.items()):
+            reply = self.grid.pull(greeting)
             if reply is not None:
                 del self._greeted[node]
                 self._admit(node, reply)
@@ -94,9 +95,9 @@ class Members:
             if node in present and (client is None or client in self.node_of)
         }
         for node in present - {*self.node_of.values(), *self._greeted, *self._refused}:
-            message_id = self.grid.push(Message(self.greeting(), node, "query", ttl=self.ttl))
-            if message_id is not None:
-                self._greeted[node] = (message_id, time.monotonic() + self.ttl)
+            greeting = self.grid.push(Message(self.greeting(), node, "query", ttl=self.ttl))
+            if greeting is not None:
+                self._greeted[node] = (greeting, time.monotonic() + self.ttl)
 
     def _admit(self, node: int, reply: NodeReply) -> None:
         """Admit the node as the client that it claims to be, or refuse it and log why."""

@@ -14,7 +14,13 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, nbytes
-from fedbilevel.deploy.flower._grid import EXPIRED_CODE, NODE_DIED_CODES, REPLY_POLL_S, NodeReply
+from fedbilevel.deploy.flower._grid import (
+    EXPIRED_CODE,
+    NODE_DIED_CODES,
+    REPLY_POLL_S,
+    NodeReply,
+    Sent,
+)
 from fedbilevel.deploy.flower._members import Members
 from fedbilevel.deploy.flower.wire import SHORT, Limits, Values, WireError, one_line
 from fedbilevel.federation.replies import log
@@ -115,18 +121,18 @@ def request_losses(
         The upper and the lower loss of each client that answered in time with numbers, and the
         clients whose answers were refused.
     """
-    waiting: dict[int, tuple[str, int]] = {}
+    waiting: dict[int, tuple[Sent, int]] = {}
     for client in clients:
         node = members.node_of[client]
-        message_id = members.grid.push(Message(request, node, "evaluate", ttl=deadline_s))
-        if message_id is not None:
-            waiting[client] = (message_id, node)
+        sent = members.grid.push(Message(request, node, "evaluate", ttl=deadline_s))
+        if sent is not None:
+            waiting[client] = (sent, node)
     deadline = time.monotonic() + deadline_s
     losses: dict[int, tuple[float, float]] = {}
     refused: list[int] = []
     while waiting and time.monotonic() < deadline:
-        for client, (message_id, node) in list(waiting.items()):
-            reply = members.grid.pull(message_id)
+        for client, (sent, node) in list(waiting.items()):
+            reply = members.grid.pull(sent)
             if reply is not None:
                 del waiting[client]
                 pair = _read_losses(client, reply)

@@ -32,7 +32,15 @@ from fedbilevel.core.capabilities import find_capabilities
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import ClientData
 from fedbilevel.core.submodels import Submodel, count_units
-from fedbilevel.deploy.flower.wire import Values, WireError, decode, encode, one_line
+from fedbilevel.deploy.flower.wire import (
+    Values,
+    WireError,
+    decode,
+    encode,
+    one_line,
+    token_of,
+)
+from fedbilevel.deploy.flower.wire import seal as seal_content
 from fedbilevel.diagnostics import value_phases  # noqa: F401  (registers them)
 from fedbilevel.execution.losses import ClientLosses
 from fedbilevel.execution.memories import OWN
@@ -46,8 +54,6 @@ from fedbilevel.federation.replies import log
 from fedbilevel.federation.stages import decode_values
 from fedbilevel.federation.task import Broadcast, Task
 from fedbilevel.runs import checkpoint
-
-app = ClientApp()
 
 T = TypeVar("T")
 
@@ -378,6 +384,34 @@ def _reply(
         name = type(error).__name__
         raise RuntimeError(f"the client failed ({name}); the log of its node says why") from error
     return Message(encode(**reply), reply_to=message)
+
+
+def seal(
+    message: Message, context: Context, answer: Callable[[Message, Context], Message]
+) -> Message:
+    """Prove that a reply answers its message; the first of the client app's modifiers.
+
+    Args:
+        message: The message.
+        context: What Flower knows of the node.
+        answer: The rest of the app; what it returns is not changed afterwards.
+
+    Returns:
+        The reply, sealed with the token of the message.
+
+    Examples:
+        >>> from fedbilevel.deploy.flower import client
+        >>> app = ClientApp(mods=[client.seal])
+        >>> _ = app.train()(client.task)
+    """
+    token = token_of(message.content)
+    reply = answer(message, context)
+    if reply.has_content():
+        reply.content = seal_content(reply.content, token)
+    return reply
+
+
+app = ClientApp(mods=[seal])
 
 
 @app.query()

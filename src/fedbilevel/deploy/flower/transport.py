@@ -25,6 +25,7 @@ from fedbilevel.deploy.flower._grid import (
     NODE_DIED_CODES,
     REPLY_POLL_S,
     GridConnection,
+    Sent,
 )
 from fedbilevel.deploy.flower._members import Members
 from fedbilevel.deploy.flower._replies import read_task_reply, reply_limits, request_losses
@@ -138,8 +139,7 @@ class PendingTask:
         deadline: When it is lost, on the clock of `time.monotonic`.
         posted: Whether it was sent without a barrier.
         limits: How large its reply may be.
-        message_id: Flower's id of the message that carries it; None before it is sent, and after
-            its node died.
+        sent: The message that carries it; None before it is sent, and after its node died.
         node: The node that it was sent to.
     """
 
@@ -147,7 +147,7 @@ class PendingTask:
     deadline: float
     posted: bool
     limits: Limits
-    message_id: str | None = None
+    sent: Sent | None = None
     node: int = 0
 
 
@@ -156,8 +156,8 @@ class FlowerTransport(Transport):
 
     A task has `conduct.deadline_s` seconds. Its message expires then, so that Flower drops a late
     reply, and the task is reported as lost (`_lose_late_task`). A late reply cannot be taken for
-    the reply to another task either: it is pulled by the id of the message that it answers, and it
-    repeats the number of its task.
+    the reply to another task either: it is pulled by the id of the message that it answers, is
+    sealed with the token of that message, and repeats the number of its task.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -324,9 +324,9 @@ class FlowerTransport(Transport):
         message = Message(
             _encode_task(task, self.problem, job=self.job, table=self.table), node, "train", ttl=ttl
         )
-        pending.message_id = self.grid.push(message)
+        pending.sent = self.grid.push(message)
         pending.node = node
-        if pending.message_id is None:
+        if pending.sent is None:
             self.members.remove(task.client, node)
         else:
             yield Departed([task])
@@ -354,11 +354,11 @@ class FlowerTransport(Transport):
     def _poll(self, pending: PendingTask) -> Iterator[Report]:
         """Send a task that is not sent yet, or read its reply, or give it up."""
         task = pending.task
-        if pending.message_id is None:
+        if pending.sent is None:
             yield from self._send_if_present(pending)
-        elif (reply := self.grid.pull(pending.message_id, pending.limits)) is not None:
+        elif (reply := self.grid.pull(pending.sent, pending.limits)) is not None:
             if reply.error_code in NODE_DIED_CODES:
-                pending.message_id = None  # resent if the client returns before the deadline
+                pending.sent = None  # resent if the client returns before the deadline
                 self.members.remove(task.client, pending.node)
             elif reply.error_code == EXPIRED_CODE:
                 pending.deadline = 0.0

@@ -12,6 +12,10 @@ A message is a dict of named values. `encode` turns it into the two records that
 message as a tree of objects with a request for each, 6 of them without a bundle and 3 with one, and
 such a message takes as long as its requests.
 
+The header of a message to a client also has a fresh random `token`, and that of the reply a
+`proof`: a digest of the reply, keyed with the token. A reply to another message is refused,
+whatever task number it repeats (`stamp`, `seal`, and `decode` with a token).
+
 There is no pickle, and nothing that arrives is executed. `decode` reads a message of either form,
 and refuses with a `WireError` what `encode` could not have produced, and what is larger than its
 reader expects (`Limits`), before anything is computed from it.
@@ -43,10 +47,12 @@ These are all messages, by Flower's message type:
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +61,8 @@ from torch import Tensor
 
 from fedbilevel.core.codec import pack, unpack
 
-VERSION = 4
+VERSION = 5
+JSON, TOKEN, PROOF = "json", "token", "proof"  # the entries of a header
 BUNDLE = "bundle"  # name of the record of a message that is one record
 MAX_BUNDLE_BYTES = 2**20  # Flower stores equal arrays to several nodes once, but not equal bundles
 MAX_HEADER_CHARS = 2**20
@@ -191,7 +198,7 @@ def bundle(content: RecordDict) -> RecordDict:
     """
     if set(content) != {"tensors", "header"}:
         return content
-    parts = ConfigRecord({"json": content.config_records["header"]["json"]})
+    parts = ConfigRecord(dict(content.config_records["header"]))
     nbytes = 0
     for dtype, array in content.array_records["tensors"].items():
         parts[dtype] = array.data
@@ -217,18 +224,92 @@ def is_bundle(content: RecordDict) -> bool:
     return set(content) == {BUNDLE}
 
 
-def decode(content: RecordDict, limits: Limits = ANY_SIZE) -> Values:
+def stamp(content: RecordDict, token: str) -> RecordDict:
+    """Add a token to an encoded message.
+
+    Args:
+        content: What `encode` returned; it is not changed, and may be stamped for others, too.
+        token: A text that nobody else knows.
+
+    Returns:
+        The message with the token in its header.
+
+    Examples:
+        >>> token_of(stamp(encode(number=7), "1a2b"))
+        '1a2b'
+    """
+    header = ConfigRecord({**content.config_records["header"], TOKEN: token})
+    return RecordDict({**content, "header": header})
+
+
+def token_of(content: RecordDict) -> str:
+    """Read the token of a message.
+
+    Args:
+        content: The content of a Flower `Message`, with or without `bundle`.
+
+    Returns:
+        The token; empty if there is none.
+
+    Examples:
+        >>> token_of(encode(number=7))
+        ''
+    """
+    for name in (BUNDLE, "header"):
+        if name in content.config_records:
+            token = content.config_records[name].get(TOKEN)
+            if isinstance(token, str):
+                return token
+    return ""
+
+
+def seal(content: RecordDict, token: str) -> RecordDict:
+    """Add the proof that a reply answers the message with this token.
+
+    Args:
+        content: The encoded reply; it must not be changed any more, but may be bundled.
+        token: The token of the message.
+
+    Returns:
+        The reply with the proof in its header.
+
+    Examples:
+        >>> reply = seal(encode(number=7), "1a2b")
+        >>> decode(reply, token="1a2b")
+        {'number': 7}
+        >>> decode(reply, token="3c4d")
+        Traceback (most recent call last):
+        fedbilevel.deploy.flower.wire.WireError: the reply is not to the message that was sent
+    """
+    header = content.config_records["header"]
+    arrays = {name: array.data for name, array in content.array_records["tensors"].items()}
+    proof = _proof(header[JSON], arrays, token)
+    return RecordDict({**content, "header": ConfigRecord({**header, PROOF: proof})})
+
+
+def _proof(header: object, arrays: dict[str, bytes], token: str) -> str:
+    """Return a digest of a message, keyed with a token."""
+    digest = blake2b(key=token.encode()[:64], digest_size=16)
+    for name, part in [(JSON, str(header).encode()), *sorted(arrays.items())]:
+        digest.update(f"{name} {len(part)} ".encode())
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def decode(content: RecordDict, limits: Limits = ANY_SIZE, token: str | None = None) -> Values:
     """Decode and validate a message; the inverse of `encode`, with or without `bundle`.
 
     Args:
         content: The content of a Flower `Message`; it is from another machine and not trusted.
         limits: How large the message may be.
+        token: The token of the message that this one must answer. None: it answers none.
 
     Returns:
         The values by name, bit for bit as `encode` was given them. All tensors are on the CPU.
 
     Raises:
-        WireError: The message is not one that `encode` could have produced, or it is too large.
+        WireError: The message is not one that `encode` could have produced, it is too large, or it
+            answers another message.
 
     Examples:
         >>> import torch
@@ -236,20 +317,20 @@ def decode(content: RecordDict, limits: Limits = ANY_SIZE) -> Values:
         {'number': 7, 'point': (1.5, tensor([0, 1, 2]))}
     """
     try:
-        return _decode(content, limits)
+        return _decode(content, limits, token)
     except WireError:
         raise
     except Exception as error:  # whatever else a malformed message leads to
         raise WireError(f"the message cannot be read ({type(error).__name__})") from error
 
 
-def _decode(content: RecordDict, limits: Limits) -> Values:
+def _decode(content: RecordDict, limits: Limits, token: str | None) -> Values:
     if is_bundle(content):
         content = _unbundle(content)
     if set(content) != {"tensors", "header"}:
         raise WireError("the message has other records than 'tensors' and 'header'")
     header = _read_header(content["header"]["json"], limits.header_chars)
-    arrays: dict[str, Tensor] = {}
+    arrays: dict[str, bytes] = {}
     nbytes = 0
     for dtype, array in content["tensors"].items():
         if dtype not in DTYPES:
@@ -259,8 +340,13 @@ def _decode(content: RecordDict, limits: Limits) -> Values:
         nbytes += len(array.data)
         if nbytes > limits.tensor_bytes:
             raise WireError(f"the message holds more than {limits.tensor_bytes} bytes of tensors")
-        arrays[dtype] = _to_tensor(dtype, array.data)
-    values = unpack(header["values"], _split(arrays, header["tensors"]))
+        arrays[dtype] = array.data
+    if token is not None:
+        proof = _proof(content["header"][JSON], arrays, token)
+        if not hmac.compare_digest(proof, str(content["header"].get(PROOF, ""))):
+            raise WireError("the reply is not to the message that was sent")
+    flat = {dtype: _to_tensor(dtype, data) for dtype, data in arrays.items()}
+    values = unpack(header["values"], _split(flat, header["tensors"]))
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise WireError("the header holds no named values")
     return values
@@ -271,7 +357,7 @@ def _unbundle(content: RecordDict) -> RecordDict:
     arrays = {}
     header = ConfigRecord()
     for name, part in content.config_records[BUNDLE].items():
-        if name == "json":
+        if name in (JSON, TOKEN, PROOF):
             header[name] = part
         elif isinstance(part, bytes):
             arrays[name] = Array(name, (), RAW, part)
