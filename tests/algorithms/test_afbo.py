@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
+from fedbilevel.algorithms import afbo
 from fedbilevel.algorithms.afbo import AFBO, NO_REPLIES, LatestReplies, State
+from fedbilevel.core.tree import flatten, norm
 from fedbilevel.federation import Federation, Reply
 from fedbilevel.federation.delays import Constant, Faults, LogNormal, Pareto, Stragglers
 from fedbilevel.runs.run import Run
 from tests.support.architecture import names as architecture
 from tests.support.cases import client_means, directions, zero_of
+from tests.support.lies import let_lie
 
 # Tiny local steps, so that the fixed point is that of the problem.
 STEPS: dict[str, Any] = {
@@ -497,6 +500,59 @@ def test_a_client_that_loses_its_memory_makes_the_sums_restart(task: Any) -> Non
     assert run.fed.records()["restarts"] > 0
     advance(run, 400)
     assert relative_gradient(task, run) < 1e-2
+
+
+def say_that_memory_is_lost(values: dict[str, Any]) -> dict[str, Any]:
+    """A whole reply, whatever the client remembers."""
+    ticket = fb.Tree({**values["ticket"], "base": torch.tensor(-1)})
+    return {**values, "ticket": ticket}
+
+
+def test_a_client_that_always_says_it_lost_its_memory_cannot_empty_the_sums_for_long(
+    task: Any,
+) -> None:
+    conditions = {"participation": 3, "strikes": 3}
+    run = start(task, AFBO(**STEPS, memory="client"), **conditions)
+    let_lie(run.fed, 2, say_that_memory_is_lost)
+    advance(run, 60)
+    assert run.fed.records()["restarts"] * 60 == pytest.approx(afbo.MAX_LOSSES)
+    assert list(run.fed.excluded) == [2]
+    heard = LatestReplies(*run.state.latest).replies
+    assert sorted(heard) == [0, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("number", -7), ("number", 2**62), ("number", float("nan")), ("base", 10**6), ("base", -2)],
+)
+def test_a_ticket_with_other_numbers_than_its_message_is_refused(
+    name: str, number: float, task: Any
+) -> None:
+    def lie(values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "ticket": fb.Tree({**values["ticket"], name: torch.tensor(number)})}
+
+    run = start(task, AFBO(**STEPS, memory="client"), strikes=3)
+    honest = start(task, AFBO(**STEPS, memory="client"))
+    let_lie(run.fed, 0, lie)
+    for each in (run, honest):
+        advance(each, 100)
+    assert run.fed.ledger.refused_replies == 3
+    assert list(run.fed.excluded) == [0]
+    distance = float(norm(run.state.x - honest.state.x))
+    assert distance < float(norm(honest.state.x))
+
+
+@pytest.mark.parametrize("memory", ["server", "client"])
+def test_the_last_reply_of_a_client_that_is_put_aside_does_not_stay(memory: str, task: Any) -> None:
+    run = advance(start(task, AFBO(**STEPS, memory=memory), strikes=1), 10)
+    run.fed.refuse(4, "it was told to")
+    run.advance()
+    latest = LatestReplies(*run.state.latest)
+    assert sorted(latest.replies) == [0, 1, 2, 3, 5]
+    assert latest.weight == pytest.approx(5.0)
+    if memory == "server":
+        expected = sum(flatten(trees["hx"]) for _, trees in latest.replies.values())
+        assert torch.allclose(flatten(latest.sums["hx"]), expected, rtol=0, atol=1e-12)
 
 
 def test_a_run_with_tasks_in_flight_resumes_bit_for_bit(

@@ -222,6 +222,7 @@ def test_an_iteration_without_a_barrier_is_the_one_by_hand() -> None:
     fed: Any = SimpleNamespace(
         problem=problem,
         iteration=8,
+        excluded=(),
         post=lambda phase, clients, **point: posted.extend(clients),
         collect=lambda: Collected([Reply(0, 1, 1, 1.0, 0, reply(3.0))]),
         record=lambda **values: None,

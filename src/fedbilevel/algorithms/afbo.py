@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
@@ -28,6 +28,7 @@ Trees = Mapping[str, Tree]
 # `LatestReplies` as a plain tuple, which is what a state may hold.
 LatestTuple = tuple[Trees, float, Mapping[int, tuple[int, Trees]]]
 NO_REPLIES: LatestTuple = ({}, 0.0, {})
+MAX_LOSSES = 3  # how often a client may lose its memory, which makes the sums start again
 
 
 class LatestReplies(NamedTuple):
@@ -94,23 +95,46 @@ class LatestReplies(NamedTuple):
             latest[reply.client] = (iteration - reply.staleness, new)
         return LatestReplies(sums, weight, latest)
 
-    def with_differences(self, replies: Iterable[Reply]) -> tuple[LatestReplies, int]:
-        """Return the memory after replies that are differences, and how often the sums restarted.
+    def without(self, clients: Collection[int], fed: Federation) -> LatestReplies:
+        """Return the memory without clients that were put aside, whose last replies would stay.
 
-        They restart when a client has lost its memory: its part of the sums is unknown to everyone.
+        Where clients keep their replies themselves, the sums start again.
+        """
+        kept = {client: last for client, last in self.replies.items() if client not in clients}
+        if len(kept) == len(self.replies):
+            return self
+        sums: dict[str, Tree] = {}
+        weight = 0.0
+        for client, (_, trees) in kept.items():
+            if not trees:
+                return LatestReplies(*NO_REPLIES)
+            n_p = len(fed) * fed.weights()[client]
+            _add_scaled(sums, n_p, _to_double(trees))
+            weight += n_p
+        return LatestReplies(sums, weight, kept)
+
+    def with_differences(
+        self, replies: Iterable[Reply], losses: Mapping[int, int]
+    ) -> tuple[LatestReplies, dict[int, int]]:
+        """Return the memory after replies that are differences, and the losses of each client.
+
+        The sums restart when a client has lost its memory: its part of them is unknown to everyone.
+        A client that loses it more than `MAX_LOSSES` times is not heard.
         """
         sums = dict(self.sums)
         weight = self.weight
         latest = dict(self.replies)
-        restarts = 0
+        counts = dict(losses)
         for reply in replies:
             base = int(reply.values["ticket"]["base"])
             number = int(reply.values["ticket"]["number"])
             if base < 0 and reply.client in latest:
+                counts[reply.client] = counts.get(reply.client, 0) + 1
+                if counts[reply.client] > MAX_LOSSES:
+                    continue
                 sums = {}
                 weight = 0.0
                 latest = {}
-                restarts += 1
             acknowledged, _ = latest.get(reply.client, (-1, {}))
             if base != acknowledged:
                 continue  # its base is no longer in the sums; the client's next reply will be whole
@@ -118,7 +142,7 @@ class LatestReplies(NamedTuple):
             if reply.client not in latest:
                 weight += reply.weight
             latest[reply.client] = (number, {})
-        return LatestReplies(sums, weight, latest), restarts
+        return LatestReplies(sums, weight, latest), counts
 
 
 def _trees(values: Mapping[str, Any]) -> dict[str, Tree]:
@@ -207,6 +231,7 @@ class State(NamedTuple):
         begun: Whether the first tasks have been posted.
         arrived: The clients heard since x moved; used by APHE.
         outer: What each client replied for its last step on x; used by APHE.
+        losses: How often each client has lost its memory.
     """
 
     x: Tree
@@ -218,6 +243,7 @@ class State(NamedTuple):
     begun: bool = False
     arrived: Sequence[int] = ()
     outer: Mapping[int, OuterReply] = {}
+    losses: Mapping[int, int] = {}
 
 
 class MeanDirections(DescendMean):
@@ -254,6 +280,14 @@ class MeanDirectionDifferences(MeanDirections):
 
     remembers = True
     reply: ClassVar = {"hx": "x", "hy": "y", "hz": "y", "ticket": {"base": (), "number": ()}}
+
+    def contradiction(self, m: Message, values: Mapping[str, Any]) -> str | None:
+        """A reply has the number of its message, and is a difference to `ack` or whole."""
+        base = values["ticket"]["base"]
+        number = values["ticket"]["number"]
+        if bool(number == m.number) and bool((base == m.ack) | (base == -1)):
+            return None
+        return "the numbers in its ticket are not those of its message"
 
     def start(self, m: Message) -> Any:
         """Start as `MeanDirections`, and find the reply that the server has acknowledged."""
@@ -412,8 +446,8 @@ class AFBO(Algorithm):
         neumann_steps: The number U of terms of APHE.
         memory: Who keeps the last reply of each client: "server"; or "client", where clients send
             differences to the last reply that the server has acknowledged, and the server keeps
-            sums only. A client that has lost its memory makes the sums start again; the metric
-            `restarts` counts it.
+            sums only. A client that has lost its memory makes the sums start again, up to three
+            times; the metric `restarts` counts it.
         aphe: "clients" charges APHE's barriers in time and costs; "server" leaves them out, as the
             paper's simulation appears to.
         delay_aware: Divide the server's steps by 1 + the mean age of the replies in the sums, in
@@ -483,14 +517,15 @@ class AFBO(Algorithm):
 
     def iterate(self, s: State, fed: Federation) -> State:
         """Post tasks to idle clients, collect the next replies, and move along all last replies."""
-        latest = LatestReplies(*s.latest)
+        latest = LatestReplies(*s.latest).without(fed.excluded, fed)
         self.post_tasks(s, latest, fed)
         replies, idle = collect_within(fed, self.max_delay)
         if self.memory == "server":
             latest = latest.with_replies(replies, fed.iteration)
         else:
-            latest, restarts = latest.with_differences(replies)
-            fed.record(restarts=restarts)
+            latest, losses = latest.with_differences(replies, s.losses)
+            self.judge_losses(losses, s.losses, fed)
+            s = s._replace(losses=losses)
         s = s._replace(latest=latest.as_tuple(), idle=idle, inner=s.inner + 1, begun=True)
         if not latest.weight:
             return s  # no reply has been accepted yet
@@ -513,6 +548,18 @@ class AFBO(Algorithm):
             s = s._replace(arrived=(), outer=outer)
             h = _mean(outer, "h")
         return s._replace(x=fed.problem.project(s.x - scale * self.server_lr_x * h), inner=0)
+
+    def judge_losses(
+        self, losses: Mapping[int, int], before: Mapping[int, int], fed: Federation
+    ) -> None:
+        """Record how often the sums restarted, and refuse clients that lose their memory often."""
+        restarts = 0
+        for client, count in losses.items():
+            new = range(before.get(client, 0) + 1, count + 1)
+            restarts += sum(loss <= MAX_LOSSES for loss in new)
+            if count > max(MAX_LOSSES, before.get(client, 0)):
+                fed.refuse(client, f"it says that it has lost its memory {count} times")
+        fed.record(restarts=restarts)
 
     def post_tasks(self, s: State, latest: LatestReplies, fed: Federation) -> None:
         """Send the current point to the idle clients; in the first iteration to everyone."""

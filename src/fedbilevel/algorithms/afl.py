@@ -165,7 +165,8 @@ class AFL(Algorithm):
         idle = s.idle if s.begun else range(len(fed))
         fed.post(self.mean_directions(), idle, x=s.x, y=s.y)
         replies, idle = collect_within(fed, self.max_delay)
-        latest = LatestReplies(*s.latest).with_replies(replies, fed.iteration)
+        latest = LatestReplies(*s.latest).without(fed.excluded, fed)
+        latest = latest.with_replies(replies, fed.iteration)
         s = s._replace(idle=idle, begun=True)
         if self.variant == "cs":
             s = s._replace(latest=latest.as_tuple())

@@ -288,7 +288,7 @@ class UniFBO(Algorithm):
             phase = SeparateOwnMoves(**self.own_moves())
         fed.post(phase, s.idle or range(len(fed)), x=s.x, y=s.y, z=s.z)
         r = fed.collect()
-        latest = LatestReplies(*s.latest).with_replies(r, fed.iteration)
+        latest = LatestReplies(*s.latest).without(fed.excluded, fed).with_replies(r, fed.iteration)
         s = s._replace(latest=latest.as_tuple(), idle=r.idle)
         h, scale = latest.scaled_means({"hx": s.x, "hy": s.y, "hz": s.z}, fed.iteration)
         return s, (h["hx"], h["hy"], h["hz"]), scale

@@ -20,6 +20,11 @@ class Conduct:
         norm_factor: A reply is refused if a value in it is this many times longer than the median
             of what clients have replied so far, so that a lie has to be about as long as honest
             replies are. None: no reply is too long.
+        claim_factor: What a client says of itself (its samples for `weights = "samples"` and for
+            epochs, the costs of its tasks) counts for at most this many times the median of what
+            all clients say.
+        samples: The numbers of training samples that clients hold, one per client, where the owner
+            of the federation knows them; they count instead of what clients claim. None: unknown.
         strikes: How many replies of a client are refused before it is given no more tasks for the
             rest of the run.
         start_clients: How many clients must have joined before round 1. None: all of them.
@@ -41,6 +46,8 @@ class Conduct:
     deadline_s: Positive = 600.0
     norm_bound: Positive | None = None
     norm_factor: Factor | None = 100.0
+    claim_factor: Factor = 4.0
+    samples: list[Count] | None = None
     strikes: Count = 3
     start_clients: Count | None = None
     wait_s: Positive = 3600.0

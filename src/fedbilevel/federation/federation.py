@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict
@@ -28,7 +28,7 @@ from fedbilevel.federation._assignment import Assigner, ClientMessages, Submodel
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.replies import QuorumError, Replies
+from fedbilevel.federation.replies import QuorumError, Replies, log
 from fedbilevel.federation.screening import FEWEST, Screen
 from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
@@ -443,6 +443,22 @@ class Federation:
             if replies.refused:
                 error += f" ({replies.refused[0]})"
             self.deferred_quorum_error = error
+
+    @property
+    def excluded(self) -> Collection[int]:
+        """The clients that were put aside after too many refused replies."""
+        return self.transport.excluded
+
+    def refuse(self, client: int, why: str) -> None:
+        """Count a reply that was accepted as refused after all.
+
+        Args:
+            client: Who sent it.
+            why: What is wrong with it; completes "client 3: ".
+        """
+        log.warning("round %d: reply refused, client %d: %s", self.ledger.rounds, client, why)
+        self.ledger.book(events.RepliesRefused(1))
+        self.transport.notify_refused([client])
 
     def _count_refused(self, replies: Replies) -> None:
         self.ledger.book(events.RepliesRefused(len(replies.refused)))

@@ -245,6 +245,18 @@ class Phase(FrozenDataclass, ABC):
         """
         return {}
 
+    def contradiction(self, m: Message, values: Mapping[str, Any]) -> str | None:
+        """What in a reply contradicts the message that it answers; the server asks.
+
+        Args:
+            m: The message, without `steps` and `memory`.
+            values: The reply of one client; its names and shapes are those declared.
+
+        Returns:
+            The reason why the reply is refused, or None (by default).
+        """
+        return None
+
     @property
     def draws(self) -> int:
         """Independent batches per step; above 1, a step is given a tuple of batches."""

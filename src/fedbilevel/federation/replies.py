@@ -22,7 +22,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodels import Submodel
 from fedbilevel.core.tree import Tree, flatten, is_finite, unflatten, zeros_like
 from fedbilevel.federation.kinds import reply_mismatch, templates, unflatten_value
-from fedbilevel.federation.phase import Phase
+from fedbilevel.federation.phase import Message, Phase
 from fedbilevel.federation.screening import Screen, stack_norms
 from fedbilevel.federation.stacks import reply_at, weighted_sum
 from fedbilevel.federation.stages import decode_values
@@ -275,10 +275,32 @@ class Replies:
         if why is not None:
             for reply in replies:
                 self.refuse(reply.client, why)
-        elif self.screen is not None:
+            return
+        if type(self.phase).contradiction is not Phase.contradiction:
+            results, replies = self._without_contradictions(
+                results._replace(values=values), replies
+            )
+            values = results.values
+            if not replies:
+                return
+        if self.screen is not None:
             self._candidates.append(_Candidates(replies, values, broadcast.submodel))
         else:
             self.add_stack(replies, values, broadcast.submodel)
+
+    def _without_contradictions(
+        self, results: Results, replies: list[Reply]
+    ) -> tuple[Results, list[Reply]]:
+        """Refuse replies that contradict their messages; return the others."""
+        kept = []
+        for index, task in enumerate(results.tasks):
+            message = Message(**task.broadcast.message, **task.client_message)
+            why = self.phase.contradiction(message, reply_at(results.values, index))
+            if why is None:
+                kept.append(index)
+            else:
+                self.refuse(task.client, why)
+        return results.select(kept), [replies[index] for index in kept]
 
     def compare(self) -> None:
         """Add the replies that wait for being compared, and refuse those that are too long."""

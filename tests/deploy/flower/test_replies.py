@@ -308,7 +308,7 @@ def test_a_malformed_ticket_is_refused(
     assert restarted.transport.excluded == [2]
     assert restarted.transport.strikes.refusals == {2: 3}
     restarted.weights()  # does not wait for the excluded client
-    assert restarted.transport.members.samples[2] == (6, 6)
+    assert restarted.transport.claims.sizes[2] == (6, 6)
     phase = run.algorithm.directions_phase(MeanDirectionDifferences)
     message = {"x": run.state.x, "y": run.state.y, "z": run.state.z, "number": 9}
     with pytest.raises(RuntimeError, match="two tasks in flight"):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flwr.app import Message, RecordDict
 
 from fedbilevel.core import checks
+from fedbilevel.deploy.flower._claims import Claims
 from fedbilevel.deploy.flower._grid import (
     EXPIRED_CODE,
     NODE_DIED_CODES,
@@ -19,7 +20,6 @@ from fedbilevel.deploy.flower.wire import WireError, one_line
 from fedbilevel.federation.replies import log
 
 NODE_LISTING_S = 0.5  # seconds between two listings of the nodes
-MAX_SAMPLES = 2**40  # that a client may claim to hold
 
 
 class Members:
@@ -30,11 +30,10 @@ class Members:
         clients: The number of registered clients; a node must claim to be one of them.
         greeting: Returns the content of a greeting.
         ttl: Seconds in which a node must answer its greeting.
+        claims: Is told how many samples each client claims to hold.
 
     Attributes:
         node_of: The node of each client that is present.
-        samples: The numbers of training and validation samples of each client that was ever
-            present.
     """
 
     def __init__(
@@ -43,13 +42,14 @@ class Members:
         clients: int,
         greeting: Callable[[], RecordDict],
         ttl: float,
+        claims: Claims,
     ) -> None:
         self.grid = grid
         self.clients = clients
         self.greeting = greeting
         self.ttl = ttl
         self.node_of: dict[int, int] = {}
-        self.samples: dict[int, tuple[int, int]] = {}
+        self.claims = claims
         # By node: the greeting that it has not answered yet, and when that expires.
         self._greeted: dict[int, tuple[Sent, float]] = {}
         # By node: the client that it claimed to be if that one was taken, None if refused for good.
@@ -73,6 +73,11 @@ class Members:
         """
         if self.node_of.get(client) == node:
             del self.node_of[client]
+
+    @property
+    def refused_for_good(self) -> int:
+        """How many connected nodes will never be admitted."""
+        return sum(client is None for client in self._refused.values())
 
     def _read_answers(self) -> None:
         for node, (greeting, expires_at) in list(self._greeted.items()):
@@ -104,7 +109,9 @@ class Members:
         if reply.error_code in (EXPIRED_CODE, *NODE_DIED_CODES):
             return  # a node that is still listed is greeted again
         try:
-            client, samples = self._read_claim(node, reply)
+            client, sizes = self._read_claim(node, reply)
+            if self.node_of.get(client, node) == node:
+                self.claims.enter(client, sizes)
         except Exception as error:  # whatever the node has sent, it must not end the run
             self._refused[node] = None
             log.warning("node %d refused: %s", node, one_line(error))
@@ -113,26 +120,15 @@ class Members:
             self._refused[node] = client
             log.warning("node %d refused: another node serves client %d", node, client)
             return
-        before = self.samples.get(client, samples)
-        if before != samples:
-            log.warning(
-                "client %d now has %d training and %d validation samples, not %d and %d",
-                client,
-                *samples,
-                *before,
-            )
         self.node_of[client] = node
-        self.samples[client] = samples
-        log.info("client %d has joined (node %d, %d training samples)", client, node, samples[0])
+        train, _ = self.claims.sizes[client]
+        log.info("client %d has joined (node %d, %d training samples)", client, node, train)
 
-    def _read_claim(self, node: int, reply: NodeReply) -> tuple[int, tuple[int, int]]:
-        """Return the client that a node claims to be, and its training and validation samples."""
+    def _read_claim(self, node: int, reply: NodeReply) -> tuple[int, object]:
+        """Return the client that a node claims to be, and the sizes of data that it claims."""
         values = reply.decode()
         client = checks.integer("client", values["client"], least=0, most=self.clients - 1)
-        train, val = values["samples"]
-        checks.integer("training samples", train, least=1, most=MAX_SAMPLES)
-        checks.integer("validation samples", val, least=1, most=MAX_SAMPLES)
         key_name = self._key_names.get(node, "")
         if key_name.startswith("client-") and key_name != f"client-{client}":
             raise WireError(f"its key is that of {key_name}, but it claims to be client {client}")
-        return client, (train, val)
+        return client, values["samples"]

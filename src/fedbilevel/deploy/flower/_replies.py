@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, nbytes
+from fedbilevel.deploy.flower._claims import MAX_COST
 from fedbilevel.deploy.flower._grid import (
     EXPIRED_CODE,
     NODE_DIED_CODES,
@@ -27,7 +28,6 @@ from fedbilevel.federation.replies import log
 from fedbilevel.federation.task import Results, Task, TaskCost
 from fedbilevel.federation.transport import Arrived, Rejected
 
-MAX_COST = 2**62
 CHARS_PER_TENSOR = 256  # in the header of a message, without name and shape
 CHARS_PER_ITEM = 24  # for a character of the name, which JSON may escape, or a size of the shape
 BYTES_PER_VALUE = 16  # twice those of the largest dtype

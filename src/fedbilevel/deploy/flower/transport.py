@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from flwr.serverapp import Grid
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
+from fedbilevel.deploy.flower._claims import Claims
 from fedbilevel.deploy.flower._grid import (
     EXPIRED_CODE,
     NODE_DIED_CODES,
@@ -222,8 +223,17 @@ class FlowerTransport(Transport):
         self.device = device
         self.job = secrets.token_hex(8)
         self.grid = GridConnection(grid)
+        if conduct.samples is not None and len(conduct.samples) != clients:
+            raise ValueError(
+                f"conduct.samples has {len(conduct.samples)} numbers; there are {clients} clients"
+            )
+        self.claims = Claims(conduct.claim_factor, conduct.samples, environment.batch_size)
         self.members = Members(
-            self.grid, clients, lambda: encode(job=self.job, table=self.table), conduct.deadline_s
+            self.grid,
+            clients,
+            lambda: encode(job=self.job, table=self.table),
+            conduct.deadline_s,
+            self.claims,
         )
         self.strikes = Strikes(environment.strikes)
         self._pending: dict[int, PendingTask] = {}  # by the number of the task
@@ -253,17 +263,16 @@ class FlowerTransport(Transport):
     def unavailable(self, needed: int, busy: Collection[int]) -> Collection[int]:
         """Wait until `needed` clients are present and not busy; return all other clients."""
         self._wait_for_start()
-        self._wait_for_clients(needed, busy)
+        self._wait_for_clients(lambda: needed, busy)
         available = set(self.present) - set(busy)
         return set(range(self.clients)) - available
 
     def samples(self, client: int, side: Side) -> int:
-        """Return the samples on one side that a client reported, 1 before it has joined.
+        """Return the samples on one side that count for a client (see `Claims`).
 
         The number of steps of a task that lasts epochs is computed again when the task is sent.
         """
-        train, val = self.members.samples.get(client, (1, 1))
-        return train if side == "train" else val
+        return self.claims.samples(client, side)
 
     def weights(self) -> Sequence[float]:
         """Return p_i of each client; waits for the clients, whose samples they may depend on."""
@@ -274,29 +283,38 @@ class FlowerTransport(Transport):
         """Wait for `start_clients` clients, once, before the first round of this process."""
         if self._started:
             return
-        wanted = min(self.start_clients, self.clients - len(self.excluded))
-        self._wait_for_clients(max(wanted, self.environment.min_replies), ())
+        self._wait_for_clients(self._wanted_at_start, ())
         sizes = [1] * self.clients
         if self.weighting == "samples":
             sizes = [self.samples(client, "train") for client in range(self.clients)]
+            self.claims.warn_of_bounded_samples()
         self._client_weights = [size / sum(sizes) for size in sizes]
         self._started = True
         log.info("%d of %d clients are present", len(self.present), self.clients)
 
-    def _wait_for_clients(self, needed: int, busy: Collection[int]) -> None:
-        """Wait until `needed` clients are present and not busy, `conduct.wait_s` at most.
+    def _wanted_at_start(self) -> int:
+        """Return how many clients must be present before round 1.
+
+        One that was excluded before a restart will not come, nor will one whose node was refused.
+        """
+        hopeless = len(self.excluded) + self.members.refused_for_good
+        wanted = min(self.start_clients, self.clients - hopeless)
+        return max(wanted, self.environment.min_replies)
+
+    def _wait_for_clients(self, needed: Callable[[], int], busy: Collection[int]) -> None:
+        """Wait until `needed()` clients are present and not busy, `conduct.wait_s` at most.
 
         Once that was in vain, later calls do not wait: the run ends, and is evaluated on the way.
         """
         give_up_at = time.monotonic() + self._wait_s
         self.members.refresh()
-        while len(set(self.present) - set(busy)) < needed:
+        while len(set(self.present) - set(busy)) < needed():
             if time.monotonic() > give_up_at:
                 self._wait_s = 0.0
                 available = len(set(self.present) - set(busy))
-                raise QuorumError(f"{available} clients are available, {needed} are needed")
-            if self.clients - len(self.excluded) < needed:
-                raise QuorumError(f"clients {self.excluded} were excluded, {needed} are needed")
+                raise QuorumError(f"{available} clients are available, {needed()} are needed")
+            if self.clients - len(self.excluded) < needed():
+                raise QuorumError(f"clients {self.excluded} were excluded, {needed()} are needed")
             self.members.refresh()
             time.sleep(REPLY_POLL_S)
 
@@ -336,20 +354,25 @@ class FlowerTransport(Transport):
         if tasks is None:
             while self._lost_in_restart:
                 yield Missed(self._lost_in_restart.pop())
-            self._wait_for_clients(self.environment.min_replies, ())
-        arrived = 0
+            self._wait_for_clients(lambda: self.environment.min_replies, ())
+        arrived: list[Arrived] = []
         while awaited := _pending_among(self._pending, tasks):
             self.members.refresh()
             nothing_new = True
             for pending in awaited:
                 for report in self._poll(pending):
                     nothing_new = False
-                    arrived += isinstance(report, Arrived)
-                    yield report
-                if arrived >= limit:
-                    return
+                    if isinstance(report, Arrived):
+                        arrived.append(report)
+                    else:
+                        yield report
+                if len(arrived) >= limit:
+                    break
+            if len(arrived) >= limit:
+                break
             if nothing_new:
                 time.sleep(REPLY_POLL_S)
+        yield from self.claims.bound_costs(arrived)
 
     def _poll(self, pending: PendingTask) -> Iterator[Report]:
         """Send a task that is not sent yet, or read its reply, or give it up."""
@@ -398,13 +421,14 @@ class FlowerTransport(Transport):
         """Return the mean losses that clients report; those without an answer are left out."""
         self._wait_for_start()
         with suppress(QuorumError):  # a run that ends because clients are missing is evaluated too
-            self._wait_for_clients(1, ())
+            self._wait_for_clients(lambda: 1, ())
         evaluated, share = evaluation_subset(self.seed, self.clients)
         request = encode(job=self.job, table=self.table, x=x, y=y, share=share)
         asked = set(evaluated) & set(self.present)
         deadline_s = self.conduct.deadline_s
         reported, refused = request_losses(self.members, request, asked, deadline_s)
         self.notify_refused(refused)
+        reported = self.claims.bound_losses(reported)
         if not reported:
             return {"upper_loss": float("nan"), "lower_loss": float("nan")}
         total = sum(self._client_weights[client] for client in reported)
@@ -429,14 +453,14 @@ class FlowerTransport(Transport):
             "strikes": self.strikes.plain(),
             "job": self.job,
             "now": self.now,
-            "samples": dict(self.members.samples),
+            "claims": self.claims.plain(),
         }
 
     def restore(self, snapshot: Mapping[str, Any], tasks: Mapping[int, Task]) -> None:
         """Resume from a snapshot; posted tasks are lost: no reply can reach a new server."""
         self.strikes.restore(snapshot["strikes"])
         self.job = snapshot["job"]
-        self.members.samples = dict(snapshot["samples"])
+        self.claims.restore(snapshot["claims"])
         self._lost_in_restart = list(tasks.values())
         self._earlier_s = snapshot["now"]
         self._began = time.monotonic()
