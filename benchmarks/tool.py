@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Row, describe, seconds
-from fedbilevel.cli.progress import Progress
 from fedbilevel.experiments import config as configs
 from fedbilevel.experiments.runner import prepare_run
+from fedbilevel.runs.progress import Progress
 from fedbilevel.runs.recorder import Recorder
 
 ROUNDS = 10  # per measurement; a checkpoint is written in each

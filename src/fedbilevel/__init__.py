@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from fedbilevel.federation import delays as delays
     from fedbilevel.federation import stages as stages
     from fedbilevel.federation.environment import Environment as Environment
+    from fedbilevel.runs import callbacks as callbacks
     from fedbilevel.runs.load import load_run as load_run
+    from fedbilevel.runs.metric import Metric as Metric
     from fedbilevel.runs.run import Result as Result
     from fedbilevel.runs.run import Run as Run
     from fedbilevel.runs.simulation import simulated_federation as simulated_federation
@@ -56,11 +58,13 @@ _HOMES = {
     "ClientData": "core.problem:ClientData",
     "Environment": "federation.environment:Environment",
     "Interrupted": "runs.solver:Interrupted",
+    "Metric": "runs.metric:Metric",
     "Problem": "core.problem:Problem",
     "Result": "runs.run:Result",
     "Run": "runs.run:Run",
     "Tree": "core.tree:Tree",
     "algorithms": "algorithms",
+    "callbacks": "runs.callbacks",
     "check": "diagnostics.check:check",
     "configure_process": "core.process:configure_process",
     "delays": "federation.delays",

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.cli.app import COMMANDS as COMMANDS_WITH_EXAMPLES
 from tests.support.tool import (
     QUADRATIC,
     assert_refused,
@@ -41,6 +43,62 @@ def test_the_help_of_a_command_has_an_example(command: str) -> None:
     code, out, err = invoke(command, "--help")
     assert (code, err) == (0, "")
     assert f"Example: fedbilevel {command}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_keeps_the_text_of_every_argument_and_option(command: str) -> None:
+    _, out, _ = invoke(command, "--help")
+    shown = " ".join(out.split())
+    assert "\\" not in shown
+    assert out.count("Arguments:") + out.count("Positional arguments:") == 1
+    function, _ = COMMANDS_WITH_EXAMPLES[command]
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        if name != "return":
+            (information,) = hint.__metadata__
+            assert information.help, (command, name)
+            assert " ".join(information.help.split()) in shown, (command, name)
+
+
+WITHOUT_EXTRAS = """
+import sys
+
+for name in ("flwr", "cryptography", "httpx", "ray", "optuna", "mlflow", "wandb", "tensorboard"):
+    sys.modules[name] = None
+from fedbilevel.cli import main
+
+for line in sys.stdin:
+    try:
+        main(line.split())
+    except SystemExit as exit_:
+        assert exit_.code == 2, line
+"""
+
+
+def test_a_missing_extra_names_its_pip_line_in_every_command(tmp_path: Path) -> None:
+    calls = {
+        "run digits --federation flower --clients 2": "flower",
+        "run digits --federation ray": "ray",
+        "serve digits --clients 2": "flower",
+        "join 127.0.0.1:8000 --partition 0": "flower",
+        "keys keys --clients 2": "flower",
+        "tune digits": "tune",
+        "run digits --mlflow": "track",
+        "run digits --wandb": "track",
+        "run digits --tensorboard": "track",
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS],
+        input="\n".join(calls),
+        text=True,
+        capture_output=True,
+        cwd=tmp_path,
+    )
+    errors = process.stderr.splitlines()
+    assert len(errors) == len(calls), process.stderr
+    for call, error in zip(calls, errors, strict=True):
+        assert error.startswith("error: "), (call, error)
+        assert error.endswith(f"pip install 'fedbilevel[{calls[call]}]'"), (call, error)
+    assert list(tmp_path.iterdir()) == []
 
 
 FRESH = """

@@ -59,7 +59,7 @@ def test_it_prints_how_the_run_ended_and_its_folder(file: Path, tmp_path: Path) 
     outcome = invoke("run", file, "--out", tmp_path / "run")
     assert outcome.code == 0
     assert outcome.out.splitlines() == [
-        "simfbo: completed after 4 rounds",
+        "simfbo: completed after 4 rounds, upper loss 3.5066",
         f"folder: {tmp_path / 'run'}",
     ]
     first, *_, last = outcome.err.splitlines()
@@ -250,7 +250,8 @@ def test_an_interrupted_run_resumes_and_ends_the_same(file: Path, tmp_path: Path
     assert summary["status"] == "interrupted"
     assert rounds == len(read_metrics(run)) - 1
     assert summary["reason"] == f"interrupted after round {rounds}"
-    assert out.splitlines()[0] == f"simfbo: interrupted after {rounds} rounds"
+    line = out.splitlines()[0]
+    assert line.startswith(f"simfbo: interrupted after {rounds} rounds, upper loss ")
     whole = tmp_path / "whole"
     invoke_ok("run", file, "--rounds", rounds + 5, "--out", run, "--resume")
     invoke_ok("run", file, "--rounds", rounds + 5, "--out", whole)

@@ -57,7 +57,7 @@ def test_a_missing_package_is_named_and_nothing_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     outcome = invoke("run", file, "--out", tmp_path / "run", flag)
-    assert_refused(outcome, package, "pip install fedbilevel[track]")
+    assert_refused(outcome, package, "pip install 'fedbilevel[track]'")
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -115,7 +115,12 @@ def test_the_best_trial_of_each_algorithm_is_found_and_written(
     assert read_tuned(out)["compare"] == ["simfbo"]
     code, shown, err = invoke("tune", file, "--algorithm", "asfbo", *options)
     assert (code, ended_members(err)) == (0, [f"asfbo/trial-{k}: completed" for k in range(5)])
-    assert shown.splitlines()[-1] == f"tuned: {out / 'tuned.toml'}"
+    assert shown.splitlines()[-2:] == [
+        f"tuned: {out / 'tuned.toml'}",
+        f"report: {out / 'report.html'}",
+    ]
+    page = (out / "report.html").read_text()
+    assert all(f"{name} (trial-{k})" in page for name in ("simfbo", "asfbo") for k in range(5))
 
     _, experiment = configs.read(str(file))
     best_numbers = {}
@@ -154,9 +159,11 @@ def test_the_best_trial_of_each_algorithm_is_found_and_written(
 
     command = ["tune", file, *options]
     check_other_settings_are_refused(command)
+    (out / "report.html").unlink()  # every call writes it, with the date
     before = contents(out)
     code, printed, err = invoke(*command, "--resume", "--json")
     assert (code, err) == (0, "")
+    (out / "report.html").unlink()
     assert contents(out) == before
     rows = json.loads(printed)["trials"]
     best_rows = {row["algorithm"]: row["trial"] for row in rows if row["best"]}
@@ -167,7 +174,7 @@ def test_the_best_trial_of_each_algorithm_is_found_and_written(
         ("scale_x", 1.0),
         ("scale_y", 1.0),
     ]
-    assert list(rows[0])[4:] == ["upper_loss", "test_accuracy", "status", "best"]
+    assert list(rows[0])[4:] == ["upper_loss", "metric", "final", "status", "best"]
 
 
 def check_other_settings_are_refused(command: list[object]) -> None:
@@ -212,7 +219,7 @@ def test_wrong_calls_are_refused(
     assert_refused(invoke("tune", file, "--trials", 0, "--out", out), "--trials")
     monkeypatch.setitem(sys.modules, "optuna", None)
     missing = invoke("tune", file, "--out", out)
-    assert_refused(missing, "optuna", "pip install fedbilevel[tune]")
+    assert_refused(missing, "optuna", "pip install 'fedbilevel[tune]'")
     assert list(tmp_path.iterdir()) == [file]
 
 

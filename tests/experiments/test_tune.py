@@ -30,7 +30,7 @@ def trial(number: int, x: float, y: float, loss: float) -> Trial:
     status = "completed"
     if not math.isfinite(loss):
         status = "diverged"
-    return Trial(number, Scales(x, y), status, loss, None, {})
+    return Trial(number, Scales(x, y), status, loss, "", None, {})
 
 
 # What is scaled.

@@ -35,8 +35,8 @@ def test_the_cost_to_a_target_is_over_the_seeds_that_reached_it() -> None:
     assert row.cost["round"][0.93] is None
     assert row.reached("round").keys() == {0.8}
     std = np.std([0.92, 0.88], ddof=1)
-    assert row.accuracy == Spread(pytest.approx(0.9), pytest.approx(std), 2)
-    assert row.loss is None
+    assert row.final == Spread(pytest.approx(0.9), pytest.approx(std), 2)
+    assert row.finals["upper_loss"] is None
     assert row.seeds == 2
     assert row.statuses == {"unfinished": 2}
 

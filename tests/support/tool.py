@@ -107,7 +107,7 @@ forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
     [
         "fedbilevel.cli.comparison",
-        "fedbilevel.cli.track",
+        "fedbilevel.runs.track",
         "fedbilevel.experiments.runner",
         "torch._dynamo",
     ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from fedbilevel import __version__, configure_process
 from fedbilevel.cli.check import check
@@ -17,6 +18,7 @@ from fedbilevel.cli.report import export, report
 from fedbilevel.cli.run import run
 from fedbilevel.cli.serve import join, keys, serve
 from fedbilevel.cli.tune import tune
+from fedbilevel.core.extras import EXTRA_OF, missing_package
 
 # Each command with the arguments of its example.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
@@ -32,6 +34,30 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "keys": (keys, "keys --clients 3 --host fl.example.org"),
 }
 
+
+class Command(TyperCommand):
+    """A command whose help shows every text, whichever releases of typer and click are installed.
+
+    Flower pins typer below 0.21, where click 8.5 drops the texts of arguments, and where brackets
+    are escaped for Rich, which does not print this help.
+    """
+
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        hints = get_type_hints(COMMANDS[str(name)][0], include_extras=True)
+        for parameter in self.params:
+            if not parameter.help:
+                (information,) = hints[str(parameter.name)].__metadata__
+                parameter.help = information.help
+
+    def format_arguments(self, ctx: Any, formatter: Any) -> None:
+        """Write nothing: typer writes arguments together with the options."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help, with its brackets as they are."""
+        return super().get_help(ctx).replace("\\[", "[")
+
+
 app = typer.Typer(
     name="fedbilevel",
     help="Federated bilevel optimization: run algorithms, compare them, report what they cost.",
@@ -40,7 +66,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _name, (_command, _example) in COMMANDS.items():
-    app.command(_name, epilog=f"Example: fedbilevel {_name} {_example}")(_command)
+    app.command(_name, cls=Command, epilog=f"Example: fedbilevel {_name} {_example}")(_command)
 
 # The base of all usage errors: click's, or that of newer releases of typer, which bring their own.
 ClickException: Any = typer.BadParameter.mro()[2]
@@ -84,6 +110,10 @@ def _explain(error: Exception) -> str:
         explained.append(federation.ClientError)
     if isinstance(error, ClickException):
         return str(error.format_message())
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if package in EXTRA_OF:
+            return missing_package(package, error, EXTRA_OF[package])
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, tuple(explained)) and str(error):

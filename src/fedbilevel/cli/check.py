@@ -62,7 +62,9 @@ def _print_report(report: Report, title: str) -> None:
     from rich.table import Table
 
     if report.rows:
-        table = Table("", "measured", "verdict", title=escape(title), caption=escape(report.where))
+        table = Table(
+            "", "measured", "at", "verdict", title=escape(title), caption=escape(report.where)
+        )
         for row in report.rows:
             table.add_row(*map(escape, row))
         console = Console()
@@ -86,7 +88,7 @@ def _as_json(report: Report) -> str:
     content: dict[str, object] = {
         "where": report.where,
         "measured": None,
-        "verdicts": {quantity: verdict for quantity, _, verdict in report.rows},
+        "verdicts": {quantity: verdict for quantity, _, _, verdict in report.rows},
         "warnings": report.warnings,
         "recommended": None,
         "reason": None,

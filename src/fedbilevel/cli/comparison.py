@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedbilevel import report
-from fedbilevel.cli.progress import CURVE_WIDTH, LINE_INTERVAL_S, FollowedRun, describe_metrics
+from fedbilevel.cli.options import called_command
+from fedbilevel.cli.progress import CURVE_WIDTH, FollowedRun
 from fedbilevel.experiments.config import Config
 from fedbilevel.runs import folder as folders
 from fedbilevel.runs.folder import (
@@ -31,6 +32,7 @@ from fedbilevel.runs.folder import (
     without_none,
     write_atomically,
 )
+from fedbilevel.runs.progress import LINE_INTERVAL_S, describe_metrics
 
 POLL_S = 0.2
 PIPE_WIDTH = 170  # columns, where there is no terminal
@@ -230,7 +232,9 @@ class Comparison:
         except (OSError, ValueError):
             return False
         ended = run.status in ("completed", "diverged")
-        return ended and run.config == without_none(self.members[name].table)
+        wanted = without_none(self.members[name].table)
+        # The metric may come from the task, and does not change what was computed.
+        return ended and folders.first_difference(run.config, wanted, ("metric",)) is None
 
     def _status(self, name: str) -> str:
         path = self.folder / name
@@ -248,7 +252,7 @@ class Comparison:
 
     def _progress_table(self) -> Table:
         table = Table("run", "status", "round", title=escape(str(self.folder)))
-        table.add_column("accuracy", no_wrap=True, width=CURVE_WIDTH)
+        table.add_column("curve", no_wrap=True, width=CURVE_WIDTH)
         table.add_column("metrics")
         for name, config in self.members.items():
             status = self.ended.get(name, "waiting")
@@ -259,7 +263,7 @@ class Comparison:
             followed = self._follow(name)
             if followed.last:
                 progress = f"{followed.last['round']}/{config.experiment.rounds}"
-                metrics.append(describe_metrics(followed.last))
+                metrics.append(describe_metrics(followed.last, followed.metric.name))
             table.add_row(escape(name), escape(status), progress, followed.curve, metrics)
         return table
 
@@ -286,11 +290,11 @@ class Comparison:
         rows: list[report.Row] = []
         if finished:
             rows = report.ranked(finished)
-            report.write_page(finished, page)
+            report.write_page(finished, page, called_command())
         if as_json:
             print(json.dumps({"ranked": [_row_as_json(row) for row in rows], "failed": failed}))
         elif not quiet:
-            print_table(_ranking_table(rows))
+            _print_ranking(rows)
             for name, status in failed.items():
                 print(f"{name} {status}")
             if finished:
@@ -302,36 +306,93 @@ class Comparison:
 
 def print_table(table: Table) -> None:
     """Print a table; its width is that of the terminal, or ample if there is none."""
-    console = Console()
-    if not sys.stdout.isatty():
-        console = Console(width=PIPE_WIDTH)
+    _console().print(table)
+
+
+def _console() -> Console:
+    if sys.stdout.isatty():
+        return Console()
+    return Console(width=PIPE_WIDTH)
+
+
+def _print_ranking(rows: Sequence[report.Row]) -> None:
+    """Print the ranking, with as many of its columns as the terminal has room for.
+
+    The last ones to give way are the algorithm, its final value, and the hardest target.
+    """
+    console = _console()
+    columns = _ranking_columns(rows)
+    kept = {"algorithm", *[name for name in columns if name.startswith("final ")][:1]}
+    targets = [name for name in columns if name.startswith(("≤", "≥"))]
+    others = [name for name in reversed(columns) if name not in {*kept, *targets, "status"}]
+    for dropped in ("", *others, "status", *targets[:-1]):
+        columns.pop(dropped, None)
+        table = _ranking_table(rows, columns)
+        needed = console.measure(table, options=console.options.update_width(PIPE_WIDTH)).maximum
+        if needed <= console.width:
+            break
     console.print(table)
 
 
-def _ranking_table(rows: Iterable[report.Row]) -> Table:
-    table = Table(
-        title="communication rounds to each test accuracy, the best algorithm first; "
-        "mean ± standard deviation over seeds"
-    )
-    targets = [f"{target:.0%}" for target in report.TARGETS]
-    headings = ["algorithm", "seeds", *targets]
-    headings += ["final accuracy", "operations", "peak memory", "status"]
-    for heading in headings:
+def _ranking_columns(rows: Sequence[report.Row]) -> dict[str, list[str]]:
+    """Return the cells of each column, by its heading."""
+    columns = {
+        "algorithm": [escape(row.label) for row in rows],
+        "seeds": [str(row.seeds) for row in rows],
+    }
+    if not rows:
+        return columns
+    metric = rows[0].metric
+    sign = "≤" if metric.direction == "minimize" else "≥"
+    for target in metric.targets:
+        cells = [_rounds_cell(row.cost["round"][target], row.seeds) for row in rows]
+        columns[f"{sign} {format_value(metric.name, target)}"] = cells
+    own = [name for name in rows[0].finals if name not in ("upper_loss", "train_accuracy")]
+    for name in dict.fromkeys([metric.name, *own]):
+        if any(row.finals[name] for row in rows):
+            heading = f"final {name.removeprefix('test_').replace('_', ' ')}"
+            columns[heading] = [_final_cell(name, row.finals[name]) for row in rows]
+    columns["operations"] = [_cost_cell("flops", row.flops) for row in rows]
+    columns["peak memory"] = [_cost_cell("bytes", row.peak) for row in rows]
+    columns["status"] = [", ".join(sorted(row.statuses)) for row in rows]
+    return columns
+
+
+def _ranking_table(rows: Sequence[report.Row], columns: Mapping[str, Sequence[str]]) -> Table:
+    title = "the best algorithm first"
+    if rows:
+        name = rows[0].metric.name.replace("_", " ")
+        title = f"communication rounds to each {name}, {title}"
+        if any(row.seeds > 1 for row in rows):
+            title += "; mean ± standard deviation over seeds"
+    table = Table(title=title)
+    for heading in columns:
         table.add_column(heading, no_wrap=True)
-    for row in rows:
-        accuracy = "-"
-        if row.accuracy:
-            accuracy = f"{row.accuracy.mean:.2%} ± {row.accuracy.std:.2%}"
-        table.add_row(
-            escape(row.label),
-            str(row.seeds),
-            *[_rounds_cell(row.cost["round"][target], row.seeds) for target in report.TARGETS],
-            accuracy,
-            _cost_cell("flops", row.flops),
-            _cost_cell("bytes", row.peak),
-            ", ".join(sorted(row.statuses)),
-        )
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     return table
+
+
+def format_value(metric: str, value: float) -> str:
+    """Format a value of a metric; accuracies as percentages."""
+    if metric.endswith("accuracy"):
+        return f"{100 * value:.4g}%"
+    return f"{value:.4g}"
+
+
+def _final_cell(metric: str, final: report.Spread | None) -> str:
+    """Format a final value, with its deviation if there are several seeds."""
+    if final is None:
+        return "-"
+    if metric.endswith("accuracy"):
+        text = f"{final.mean:.2%}"
+        deviation = f"{final.std:.2%}"
+    else:
+        text = f"{final.mean:.4g}"
+        deviation = f"{final.std:.2g}"
+    if final.count > 1:
+        text += f" ± {deviation}"
+    return text
 
 
 def _rounds_cell(rounds: report.Spread | None, seeds: int) -> str:
@@ -359,7 +420,10 @@ def _row_as_json(row: report.Row) -> dict[str, object]:
     return {
         "algorithm": row.label,
         "seeds": row.seeds,
-        "accuracy": _mean(row.accuracy),
+        "accuracy": _mean(row.finals.get("test_accuracy")),
+        "metric": row.metric.name,
+        "direction": row.metric.direction,
+        "final": {name: _mean(final) for name, final in row.finals.items()},
         "flops": _mean(row.flops),
         "peak_bytes": _mean(row.peak),
         "cost_to": cost_to,

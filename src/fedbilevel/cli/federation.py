@@ -20,7 +20,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedbilevel.cli.progress import FollowedFile, Progress
+from fedbilevel.cli.progress import FollowedFile
 from fedbilevel.deploy.flower import client, warm_node
 from fedbilevel.deploy.flower.app import SERVER_LOG, run_experiment
 from fedbilevel.deploy.flower.deployment import (
@@ -33,6 +33,7 @@ from fedbilevel.deploy.flower.deployment import (
 )
 from fedbilevel.experiments.config import Config
 from fedbilevel.runs.folder import METRICS, SUMMARY, check_writable, without_none
+from fedbilevel.runs.progress import Progress
 
 MONITOR_POLL_S = 0.1
 STOP_TIMEOUT_S = 600.0  # in which a server that is asked to stop must end its iteration
@@ -40,6 +41,8 @@ STOP_TIMEOUT_S = 600.0  # in which a server that is asked to stop must end its i
 # until its old session has expired, about a minute later.
 SUPERNODE_STABLE_S = 20.0
 SUPERNODE_TIMEOUT_S = 90.0
+SUPERNODE_POLL_S = 0.2
+FAREWELL_REPLY_S = 2.0  # in which a SuperNode sends the answer to the server's farewell
 
 
 class RunMonitor:
@@ -286,7 +289,7 @@ def join(
     plain: bool,
     warm: bool,
 ) -> None:
-    """Be a client until the process is ended.
+    """Be a client until the study has ended; one that was interrupted may be resumed.
 
     Args:
         address: Host:port of the SuperLink.
@@ -307,20 +310,30 @@ def join(
         "device": node.device,
     }
     given = {name: value for name, value in settings.items() if value is not None}
-    if not warm:
-        _supervise(
-            supernode_command(address, node.partition, ca=ca, key=key, plain=plain, settings=given)
-        )
-        return
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("fedbilevel").setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    connection = warm_node.ConnectionSettings(address, ca, key, plain)
-    warm_node.run_node(connection, client.app, {"partition-id": node.partition, **given})
+    with tempfile.TemporaryDirectory(prefix="fedbilevel-") as folder:
+        ended = Path(folder, "ended")
+        os.environ[client.ENDED_FILE] = str(ended)  # also for the processes of a SuperNode
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+        logging.getLogger("fedbilevel").setLevel(logging.INFO)
+        if warm:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+            connection = warm_node.ConnectionSettings(address, ca, key, plain)
+            warm_node.run_node(
+                connection,
+                client.app,
+                {"partition-id": node.partition, **given},
+                has_ended=ended.exists,
+            )
+        else:
+            command = supernode_command(
+                address, node.partition, ca=ca, key=key, plain=plain, settings=given
+            )
+            _supervise(command, ended.exists)
+        print(f"the study has ended: {ended.read_text('utf-8')}")
 
 
-def _supervise(command: list[str]) -> None:
-    """Run a stock SuperNode, and restart it whenever it ends.
+def _supervise(command: list[str], has_ended: Callable[[], bool]) -> None:
+    """Run a stock SuperNode until the study has ended, and restart it whenever it ends.
 
     It ends when its SuperLink does, and is refused for a while after it was killed. One that has
     never stayed up is given up.
@@ -329,9 +342,7 @@ def _supervise(command: list[str]) -> None:
 
     def stop(*_: object) -> None:
         if process is not None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(5)
+            _terminate(process)
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)
@@ -341,8 +352,19 @@ def _supervise(command: list[str]) -> None:
     while True:
         started = time.monotonic()
         process = subprocess.Popen(command, env=process_environment(), stdin=subprocess.DEVNULL)
-        code = process.wait()
+        while process.poll() is None:
+            if has_ended():
+                time.sleep(FAREWELL_REPLY_S)
+                _terminate(process)
+                return
+            time.sleep(SUPERNODE_POLL_S)
         stayed_up = stayed_up or time.monotonic() - started > SUPERNODE_STABLE_S
         if not stayed_up and time.monotonic() > give_up_at:
-            raise DeploymentError(f"the SuperNode ends at once, with code {code}")
+            raise DeploymentError(f"the SuperNode ends at once, with code {process.returncode}")
         time.sleep(warm_node.RECONNECT_S)
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(5)

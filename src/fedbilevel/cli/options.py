@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -99,6 +101,11 @@ def given_overrides(**options: object) -> dict[str, object]:
     """Return the options that were given, by the dotted key of the experiment that each changes."""
     keys = {"task": "task.name", "data": "data.name"}
     return {keys.get(name, name): value for name, value in options.items() if value is not None}
+
+
+def called_command() -> str:
+    """Return the command line of this process, for a page that it writes."""
+    return shlex.join(["fedbilevel", *sys.argv[1:]])
 
 
 def unused_folder(folder: Path) -> Path:

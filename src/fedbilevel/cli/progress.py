@@ -1,40 +1,23 @@
-"""Progress of runs: of one in this process, and of one that another process writes."""
+"""Progress of runs that another process writes, and of commands that prepare some."""
 
 from __future__ import annotations
 
 import json
-import time
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.status import Status
 
-LINE_INTERVAL_S = 5.0
+from fedbilevel.runs.folder import CONFIG, metric_of
+from fedbilevel.runs.metric import Metric
+from fedbilevel.runs.progress import describe_metrics
+
 CURVE_WIDTH = 20  # characters
 LEVELS = "▁▂▃▄▅▆▇█"
-LABELS = {"test_accuracy": "accuracy", "upper_loss": "loss", "hypergradient_norm": "|grad|"}
-
-
-def describe_metrics(metrics: Mapping[str, Any]) -> str:
-    """Return the main metrics of an evaluation, and the bytes sent until then, in one line."""
-    parts = []
-    for name, label in LABELS.items():
-        if metrics.get(name) is not None:
-            parts.append(f"{label} {metrics[name]:.4g}")
-    parts.append(format_bytes(metrics["bytes_up"] + metrics["bytes_down"]))
-    return "  ".join(parts)
-
-
-def format_bytes(count: float) -> str:
-    """Return a number of bytes in MB, or in GB from 1 GB on."""
-    if count < 1e9:
-        return f"{count / 1e6:.1f} MB"
-    return f"{count / 1e9:.2f} GB"
 
 
 def preparing(what: str, quiet: bool) -> Status:
@@ -82,86 +65,62 @@ class FollowedRun:
 
     Attributes:
         last: The latest evaluation, or None.
-        curve: The test accuracy over the budget of rounds, from ▁ (0) to █ (1).
+        metric: The metric that the run is judged by.
     """
 
     def __init__(self, metrics: Path, rounds: int) -> None:
         self.rounds = rounds
         self.last: dict[str, Any] | None = None
-        self.curve = ""
+        self.metric = Metric("test_accuracy")
+        self._path = metrics
         self._file = FollowedFile(metrics)
+        self._points: list[tuple[int, float]] = []  # how far the curve reaches, and its value there
 
     def update(self) -> None:
         """Read the evaluations that were written since the last call."""
         for line in self._file.new_lines():
             with suppress(ValueError):  # a run that was killed may have left half a line
                 self.last = json.loads(line)
-                self._draw(self.last)
+                if not self._points:
+                    self.metric = self._read_metric(self.last)
+                self._add(self.last)
 
-    def _draw(self, metrics: Mapping[str, Any]) -> None:
-        """Draw the curve up to an evaluation; a resumed run may have gone back."""
-        accuracy = metrics.get("test_accuracy")
-        if accuracy is None:
+    def _read_metric(self, first: Mapping[str, Any]) -> Metric:
+        config: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            config = tomllib.loads((self._path.parent / CONFIG).read_text("utf-8"))
+        return metric_of(config, first)
+
+    def _add(self, metrics: Mapping[str, Any]) -> None:
+        """Add an evaluation to the curve; a resumed run may have gone back."""
+        value = metrics.get(self.metric.name)
+        if value is None:
             return
-        level = LEVELS[min(int(accuracy * len(LEVELS)), len(LEVELS) - 1)]
         budget = max(1, self.rounds)
         reached = CURVE_WIDTH * min(metrics["round"], budget) // budget
-        self.curve = (self.curve + CURVE_WIDTH * level)[:reached]
+        self._points = [point for point in self._points if point[0] < reached]
+        self._points.append((reached, value))
+
+    @property
+    def curve(self) -> str:
+        """The metric over the budget of rounds: from 0 to 1, or over the range of its values."""
+        values = [value for _, value in self._points]
+        low = min([0.0, *values])
+        high = max([1.0, *values])
+        if (low, high) != (0.0, 1.0) or self.metric.direction == "minimize":
+            low = min(values, default=0.0)
+            high = max(values, default=1.0)
+        drawn = ""
+        for reached, value in self._points:
+            share = (value - low) / (high - low) if high > low else 0.0
+            level = LEVELS[min(int(share * len(LEVELS)), len(LEVELS) - 1)]
+            drawn = (drawn + CURVE_WIDTH * level)[:reached]
+        return drawn
 
     def __str__(self) -> str:
         """The latest evaluation and the curve in one line; empty before the first evaluation."""
         if self.last is None:
             return ""
         progress = f"round {self.last['round']}/{self.rounds}"
-        return f"{progress}  {describe_metrics(self.last)}  {self.curve}".rstrip()
-
-
-class Progress:
-    """Shows the progress of a run on stderr while it is entered as a context.
-
-    It is a bar with live metrics on a terminal, and plain lines elsewhere.
-
-    Args:
-        title: The title of the run.
-        rounds: Its budget of rounds.
-        quiet: Whether to show nothing.
-    """
-
-    def __init__(self, title: str, rounds: int, quiet: bool) -> None:
-        self.title = title
-        self.rounds = rounds
-        self.quiet = quiet
-        self._console = Console(stderr=True)
-        self._bar: Bar | None = None
-        self._last_line_at = -LINE_INTERVAL_S
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal and not self.quiet:
-            self._bar = Bar(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[metrics]}", markup=False),
-                console=self._console,
-            )
-            self._bar.start()
-            self._bar_task = self._bar.add_task(self.title, total=self.rounds, metrics="")
-        return self
-
-    def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show an evaluation; plain lines are at least some seconds apart, up to the last one."""
-        if self._bar:
-            description = describe_metrics(metrics)
-            self._bar.update(self._bar_task, completed=metrics["round"], metrics=description)
-            return
-        waited = time.monotonic() - self._last_line_at >= LINE_INTERVAL_S
-        if not self.quiet and (waited or metrics["round"] >= self.rounds):
-            self._last_line_at = time.monotonic()
-            progress = f"round {metrics['round']}/{self.rounds}"
-            line = f"{self.title}  {progress}  {describe_metrics(metrics)}"
-            self._console.print(line, soft_wrap=True, markup=False)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        described = describe_metrics(self.last, self.metric.name)
+        return f"{progress}  {described}  {self.curve}".rstrip()

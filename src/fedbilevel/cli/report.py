@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedbilevel.cli.options import called_command
+
 
 def report(
     folders: Annotated[
@@ -21,7 +23,7 @@ def report(
     """Write a self-contained page about runs, and a figure."""
     from fedbilevel.report import write_figure, write_page
 
-    write_page(folders, out)
+    write_page(folders, out, called_command())
     print(f"page: {out}")
     if figure:
         write_figure(folders, figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 from fedbilevel.cli import options
 from fedbilevel.cli.options import given_overrides, unused_folder
 from fedbilevel.core import checks
+from fedbilevel.core.extras import import_extra
 
 if TYPE_CHECKING:
     from fedbilevel.deploy.flower.deployment import Deployment
@@ -43,6 +44,7 @@ def run(
     mlflow: Annotated[
         bool, typer.Option("--mlflow", help="Log to MLflow's tracking store.")
     ] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Log to Weights & Biases.")] = False,
     federation: Annotated[
         str,
         typer.Option(
@@ -76,9 +78,11 @@ def run(
     if ranks.rank():  # only the first process prints and logs
         quiet = True
         json_ = False
-        tensorboard = False
-        mlflow = False
         logging.getLogger("fedbilevel").setLevel(logging.ERROR)
+    given = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
+    track = [name for name, wanted in given.items() if wanted]
+    if track and federation != "simulated":
+        raise ValueError(f"--{track[0]} is for a simulated federation, not for {federation!r}")
     folder = ranks.on_first_rank(lambda: out or default_folder(title))
     without_progress = quiet or json_
     if federation == "flower":
@@ -86,13 +90,12 @@ def run(
             config, title, folder, clients, resume, data_dir, without_progress, stock, keys
         )
     elif federation == "ray":
+        import_extra("ray", "ray")
         from fedbilevel.cli.federation import simulate_on_ray
 
         summary = simulate_on_ray(config, folder, resume, data_dir)
     else:
-        summary = _simulate(
-            config, title, folder, resume, data_dir, without_progress, tensorboard, mlflow
-        )
+        summary = _simulate(config, title, folder, resume, data_dir, without_progress, track)
     finish(summary, folder, quiet, json_)
 
 
@@ -170,30 +173,26 @@ def _simulate(
     resume: bool,
     data_dir: Path | None,
     quiet: bool,
-    tensorboard: bool,
-    mlflow: bool,
+    track: Sequence[str],
 ) -> dict[str, Any]:
     """Run on a simulated federation in this process, and return the summary."""
-    from fedbilevel.cli.progress import Progress
-    from fedbilevel.cli.track import trackers
     from fedbilevel.core import ranks
     from fedbilevel.experiments.runner import prepare_run
+    from fedbilevel.runs.progress import ShowProgress
     from fedbilevel.runs.recorder import Recorder
+    from fedbilevel.runs.track import trackers
 
     with ranks.fail_together():
         prepared = prepare_run(config, data_dir)
+        prepared.callbacks += trackers(track, folder, config.table)
+        prepared.callbacks.append(ShowProgress(title, quiet))
         recorder = Recorder(
             prepared, folder, config.table, resume, config.experiment.checkpoint_every
         )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: prepared.stop())
-    with (
-        Progress(title, config.experiment.rounds, quiet) as progress,
-        trackers(folder, config.table, tensorboard=tensorboard, mlflow=mlflow) as track,
-    ):
-        for metrics in recorder:
-            progress.show(metrics)
-            track(metrics)
+    for _ in recorder:
+        pass
     return recorder.summary()
 
 
@@ -250,8 +249,9 @@ def finish(summary: Mapping[str, Any], folder: Path, quiet: bool, as_json: bool)
 
 def _print_summary(summary: Mapping[str, Any], folder: Path) -> None:
     line = f"{summary['label']}: {summary['status']} after {summary['rounds']} rounds"
-    if summary["final_test_accuracy"] is not None:
-        line += f", test accuracy {summary['final_test_accuracy']:.4f}"
+    judged = summary["metric"]
+    if judged["final"] is not None:
+        line += f", {judged['name'].replace('_', ' ')} {judged['final']:.4f}"
     print(line)
     if summary["reason"]:
         print(f"reason: {summary['reason']}")

@@ -42,8 +42,10 @@ def tune(
     names = compared_algorithms(table, algorithm)
     jobs, threads = share_cores(table, jobs)
     overrides = given_overrides(task=task, data=data, rounds=rounds, device=device)
-    # A trial that stops at a test accuracy would have used the test data.
-    trial_overrides = {**overrides, "runtime.threads": threads, "stop.test_accuracy": None}
+    # A trial that stops at a test accuracy, say, would have used the test data.
+    trial_overrides = {**overrides, "runtime.threads": threads}
+    for key in ("test_accuracy", "metric", "patience"):
+        trial_overrides[f"stop.{key}"] = None
     methods = {}
     for name in names:
         config = configs.resolve(

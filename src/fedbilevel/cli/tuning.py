@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from fedbilevel.cli.comparison import Comparison, print_table
+from fedbilevel import report
+from fedbilevel.cli.comparison import Comparison, format_value, print_table
+from fedbilevel.cli.options import called_command
 from fedbilevel.core.extras import import_extra
 from fedbilevel.experiments.config import Config
 from fedbilevel.experiments.tune import (
@@ -20,6 +22,7 @@ from fedbilevel.experiments.tune import (
     best_trials,
     check_tunable,
     draw_scales,
+    edge_warnings,
     read_config,
     read_trials,
     scale_step_sizes,
@@ -27,6 +30,7 @@ from fedbilevel.experiments.tune import (
     trial_folders,
     tuned_experiment,
 )
+from fedbilevel.runs import folder as folders
 from fedbilevel.runs.folder import check_same_settings, holds_run, without_none, write_atomically
 
 
@@ -129,21 +133,39 @@ class Tuning(Comparison):
             file = self.folder / "tuned.toml"
             write_atomically(file, tuned_experiment(self.experiment, best, counts))
             tuned = str(file)
+        warnings = edge_warnings(best)
+        page = self._write_page()
         rows = []
         for label, of_algorithm in trials.items():
             for trial in of_algorithm:
                 rows.append(self._row(label, trial, trial is best.get(label)))
         if as_json:
-            print(json.dumps({"trials": rows, "tuned": tuned}))
+            print(json.dumps({"trials": rows, "tuned": tuned, "warnings": warnings}))
         elif not quiet:
             print_table(_trial_table(rows))
+            for warning in warnings:
+                print(f"warning: {warning}")
             if tuned:
                 print(f"tuned: {tuned}")
+            if page:
+                print(f"report: {page}")
         if any(status.startswith("failed") for status in self.ended.values()):
             return 2
         if self.methods.keys() - best.keys():
             return 3
         return 0
+
+    def _write_page(self) -> Path | None:
+        """Write a page about all trials that have evaluated anything past the start."""
+        drawn = []
+        for path in sorted(self.folder.glob("*/trial-*")):
+            if holds_run(path) and len(folders.read(path).history) > 1:
+                drawn.append(path)
+        if not drawn:
+            return None
+        page = self.folder / "report.html"
+        report.write_page(drawn, page, called_command())
+        return page
 
     def _row(self, label: str, trial: Trial, is_best: bool) -> dict[str, Any]:
         loss = None
@@ -155,19 +177,23 @@ class Tuning(Comparison):
             "scale_x": trial.scales.x,
             "scale_y": trial.scales.y,
             "upper_loss": loss,
-            "test_accuracy": trial.accuracy,
+            "metric": trial.metric,
+            "final": trial.final,
             "status": self.ended.get(f"{label}/trial-{trial.number}", trial.status),
             "best": is_best,
         }
 
 
-def _trial_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+def _trial_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    judges = {row["metric"] for row in rows} - {"", "upper_loss"}
     table = Table(
         title="upper loss on validation data, mean over the last quarter of the evaluations; "
         "* is the best"
     )
-    for heading in ("algorithm", "trial", "scale x", "scale y", "upper loss", "final accuracy"):
+    for heading in ("algorithm", "trial", "scale x", "scale y", "upper loss"):
         table.add_column(heading, no_wrap=True)
+    for name in sorted(judges):
+        table.add_column(f"final {name.removeprefix('test_').replace('_', ' ')}", no_wrap=True)
     table.add_column("status")
     for row in rows:
         loss = "-"
@@ -175,16 +201,17 @@ def _trial_table(rows: Iterable[Mapping[str, Any]]) -> Table:
             loss = f"{row['upper_loss']:.6g}"
         if row["best"]:
             loss += " *"
-        accuracy = "-"
-        if row["test_accuracy"] is not None:
-            accuracy = f"{row['test_accuracy']:.2%}"
+        finals = []
+        for name in sorted(judges):
+            known = name == row["metric"] and row["final"] is not None
+            finals.append(format_value(name, row["final"]) if known else "-")
         table.add_row(
             escape(row["algorithm"]),
             str(row["trial"]),
             f"{row['scale_x']:g}",
             f"{row['scale_y']:g}",
             loss,
-            accuracy,
+            *finals,
             escape(row["status"]),
         )
     return table

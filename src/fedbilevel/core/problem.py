@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import checks
+from fedbilevel.core.markup import describe_tree, html_table
 from fedbilevel.core.precision import DERIVATIVES, PRECISIONS, Derivatives, Precision
 from fedbilevel.core.submodels import count_units
 from fedbilevel.core.tree import Tree
@@ -340,6 +341,18 @@ class Problem:
             x and y.
         """
         return self.join_parts("x", x, own.get("x", {})), self.join_parts("y", y, own.get("y", {}))
+
+    def _repr_html_(self) -> str:
+        rows = [("x", describe_tree(self.x)), ("y", describe_tree(self.y))]
+        rows.append(("lower level", self.lower_level))
+        if self.project_x is not None:
+            rows.append(("x is projected by", getattr(self.project_x, "__name__", "a function")))
+        if self.embed is not None:
+            rows.append(("embedding", "depends on x and the data alone"))
+        if self.axes:
+            axes = {axis for named in self.axes.values() for axis in named if axis}
+            rows.append(("axes that submodels cut", ", ".join(sorted(axes))))
+        return html_table(rows, caption="Problem")
 
     @property
     def embeds_samples(self) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fedbilevel import algorithms
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.core import checks
+from fedbilevel.core.markup import html_table
 from fedbilevel.federation.environment import Environment
 
 ALIKE = 0.01  # the relative difference up to which clients count as alike
@@ -31,16 +32,17 @@ Settings = dict[str, float | tuple[float, float]]
 class Measures(NamedTuple):
     """The quantities that `fb.check` measures at the initial x.
 
-    All but `mu`, `L`, `L_client` and `lower_spread` are those of the lower loss with a ridge,
-    G + ridge/2 ||y - y_0||^2, at its approximate minimiser y. Vectors are compared by a relative
-    spread between 0 (all clients have the same) and 1:
+    All but `mu`, `L`, `L_pooled`, `L_client` and `lower_spread` are those of the lower loss with a
+    ridge, G + ridge/2 ||y - y_0||^2, at its approximate minimiser y. Vectors are compared by a
+    relative spread between 0 (all clients have the same) and 1:
 
         sqrt(sum_i p_i ||v_i - v||^2 / sum_i p_i ||v_i||^2)    with    v = sum_i p_i v_i
 
     Attributes:
         mu: The smallest eigenvalue of d2yy G.
-        L: The largest eigenvalue of d2yy G.
-        L_client: The largest eigenvalue of a single client's d2yy g_i.
+        L: The largest eigenvalue of d2yy G, at the initial y or at the y of the measurements.
+        L_pooled: The same at the y of the measurements alone, to compare with `L_client`.
+        L_client: The largest eigenvalue of a single client's d2yy g_i, at that y.
         lower_spread: The spread of the clients' grad_y g_i at the initial y.
         ridge: The ridge that was added.
         left: ||grad_y G|| at the y of the measurements, relative to the initial y.
@@ -59,6 +61,7 @@ class Measures(NamedTuple):
 
     mu: float
     L: float
+    L_pooled: float
     L_client: float
     lower_spread: float
     ridge: float
@@ -143,8 +146,8 @@ class Report:
     where: str
 
     @property
-    def rows(self) -> list[tuple[str, str, str]]:
-        """A table of the measurements: the quantity, its value and what that means."""
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """The measurements: quantity, value, at which y it was measured, and what that means."""
         m = self.measured
         if m is None:
             return []
@@ -158,24 +161,40 @@ class Report:
         limit = "limits lr_x"
         if limits.by_curvature > limits.by_lag:
             limit = "y and z follow x slowly, which limits lr_x more"
-        on_one_client = f"{m.L_client:.3g} on a single client"
         local, bias = _local_verdict(m)
+        start = "initial y"
+        end = "y*"
+        largest_at = end
+        if m.L_pooled < m.L:
+            largest_at = start
+        pooled = f"{m.L_pooled:.3g} for all clients together"
+        apart = _apart(m.lower_spread)
+        condition = _condition_verdict(m.condition)
+        norm = f"{m.hypergradient_norm:.3g}"
         return [
-            ("mu, smallest curvature of the lower level", f"{m.mu:.3g}", convexity),
-            ("L, largest curvature of the lower level", f"{m.L:.3g}", on_one_client),
-            ("condition number L / mu", f"{m.condition:.3g}", _condition_verdict(m.condition)),
-            ("norm of z* = [d2yy G]^-1 grad_y F", f"{m.z_norm:.3g}", "sets the radius of z"),
-            ("norm of the hypergradient", f"{m.hypergradient_norm:.3g}", stationary),
-            ("curvature of Phi", f"{m.curvature:.3g}", limit),
-            ("clients' lower gradients apart", f"{m.lower_spread:.2%}", _apart(m.lower_spread)),
-            ("clients' upper directions apart", f"{m.upper_spread:.2%}", _apart(m.upper_spread)),
-            ("mean of local hypergradients", local, bias),
+            ("mu, smallest curvature of the lower level", f"{m.mu:.3g}", end, convexity),
+            ("L, largest curvature of the lower level", f"{m.L:.3g}", largest_at, ""),
+            ("largest curvature on a single client", f"{m.L_client:.3g}", end, pooled),
+            ("condition number L / mu", f"{m.condition:.3g}", "", condition),
+            ("norm of z* = [d2yy G]^-1 grad_y F", f"{m.z_norm:.3g}", end, "sets the radius of z"),
+            ("norm of the hypergradient", norm, end, stationary),
+            ("curvature of Phi", f"{m.curvature:.3g}", end, limit),
+            ("clients' lower gradients apart", f"{m.lower_spread:.2%}", start, apart),
+            (
+                "clients' upper directions apart",
+                f"{m.upper_spread:.2%}",
+                end,
+                _apart(m.upper_spread),
+            ),
+            ("mean of local hypergradients", local, end, bias),
         ]
 
     def __str__(self) -> str:
         lines = [self.where]
-        for quantity, value, verdict in self.rows:
+        for quantity, value, place, verdict in self.rows:
             line = f"{quantity}: {value}"
+            if place:
+                line += f" at {place}" if place == "y*" else f" at the {place}"
             if verdict:
                 line += f" ({verdict})"
             lines.append(line)
@@ -183,6 +202,12 @@ class Report:
         if self.measured:
             lines.append(f"recommended: {self.algorithm()}, because {self.reason}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [*self.rows, *[("warning", warning, "", "") for warning in self.warnings]]
+        if self.measured:
+            rows.append(("recommended", str(self.algorithm()), "", self.reason))
+        return html_table(rows, ("", "measured", "at", "verdict"), self.where)
 
     @property
     def recommended(self) -> str:

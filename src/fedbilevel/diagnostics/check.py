@@ -230,7 +230,7 @@ def _diagnose(sample: PooledSample, clients: int, environment: Environment, roun
     where = f"measured on {sum(len(p) for p, _ in sample.groups)} of {clients} clients"
     if measured:
         where += (
-            f", at the initial x and a y where ||grad_y G|| is {measured.left:.0e} "
+            f", at the initial x; y* stands for a y where ||grad_y G|| is {measured.left:.0e} "
             "of its initial value"
         )
         ridge = measured.missing_ridge
@@ -304,6 +304,7 @@ def _measure(sample: PooledSample, x: Tree, start: Tree, rounds: int) -> Measure
     return Measures(
         mu=spectrum.smallest - sample.ridge,
         L=max(spectrum.largest - sample.ridge, initial.largest),
+        L_pooled=spectrum.largest - sample.ridge,
         L_client=differences.L,
         lower_spread=differences.lower.spread,
         ridge=sample.ridge,

@@ -20,6 +20,7 @@ from fedbilevel.experiments.overrides import parse_setting, reduce_to_run, shrin
 from fedbilevel.experiments.schema import ConfigError as ConfigError
 from fedbilevel.experiments.schema import Experiment, expand_names, validate
 from fedbilevel.experiments.schema import Table as Table
+from fedbilevel.runs.metric import TEST_ACCURACY, Metric
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms import Algorithm
@@ -57,8 +58,20 @@ class Config:
     @property
     def limits(self) -> dict[str, float]:
         """The budget of the run, for `Run`."""
-        stop = self.experiment.stop.model_dump(exclude_none=True, exclude={"test_accuracy"})
+        stop = self.experiment.stop.model_dump(
+            exclude_none=True, exclude={"test_accuracy", "metric", "patience"}
+        )
         return {"rounds": self.experiment.rounds, **stop}
+
+    @property
+    def metric(self) -> Metric | None:
+        """The metric that the experiment names, `None` if it leaves that to the task."""
+        judge = self.experiment.metric
+        if judge is not None:
+            return Metric(judge.name, judge.direction, judge.targets)
+        if self.experiment.stop.test_accuracy is not None:
+            return TEST_ACCURACY
+        return None
 
     @property
     def every(self) -> dict[str, float]:
@@ -183,17 +196,19 @@ def _build(source: str, experiment: Experiment) -> Config:
     with parts.config_errors(source):
         device = devices.resolve_device(experiment.device)
     experiment = experiment.model_copy(update={"device": device})
+    code = parts.add_code_to_path(source, experiment)
     # The task comes first, because the module of a user's task may register the algorithm.
     load_task = parts.TaskLoader.from_experiment(source, experiment)
     settings = dict(experiment.algorithm)
-    algorithm = parts.build_algorithm(source, "algorithm", settings.pop("name"), settings)
+    algorithm_name = settings.pop("name")
+    algorithm = parts.build_algorithm(source, "algorithm", algorithm_name, settings)
     environment = parts.build_settings(source, "environment", Environment, experiment.environment)
     parts.check_other_algorithms(source, experiment)
     conduct = parts.build_settings(source, "conduct", Conduct, experiment.conduct)
     table = {
         **experiment.model_dump(exclude_none=True, exclude={"algorithms", "compare", "data"}),
         **load_task.tables(),
-        "algorithm": {"name": algorithm.name, **parts.settings_table(algorithm)},
+        "algorithm": {"name": algorithm_name, **parts.settings_table(algorithm)},
         "environment": parts.environment_table(environment),
         "runtime": {
             "threads": torch.get_num_threads(),
@@ -201,6 +216,8 @@ def _build(source: str, experiment: Experiment) -> Config:
             **experiment.runtime.model_dump(exclude_none=True),
         },
     }
+    if code is not None:
+        table["code"] = code
     if not experiment.conduct:
         del table["conduct"]
     return Config(table, experiment, algorithm, environment, load_task, conduct)

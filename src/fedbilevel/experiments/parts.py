@@ -40,10 +40,28 @@ def config_errors(source: str, prefix: str = "") -> Iterator[None]:
 
 
 def build_algorithm(source: str, section: str, name: str, settings: Table) -> Algorithm:
-    """Build a registered algorithm; `section` is where the experiment configures it."""
+    """Build an algorithm; `section` is where the experiment configures it."""
     with config_errors(source, f"[{section}] "):
-        algorithm_type = algorithms.get(name)
+        algorithm_type = find_algorithm(name)
     return build_settings(source, section, algorithm_type, settings)
+
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """Return an algorithm by its registered name, or as module:class.
+
+    A class that no name was registered for is registered as module:class.
+    """
+    if ":" not in name or name in algorithms.names():
+        return algorithms.get(name)
+    found = _import_object("algorithm", name)
+    if not isinstance(found, type) or not issubclass(found, Algorithm):
+        raise ValueError(
+            f"algorithm is {name!r}, which is not a class derived from Algorithm "
+            "of fedbilevel.algorithms"
+        )
+    if "name" not in vars(found):
+        algorithms.register(name)(found)
+    return found
 
 
 def build_settings(source: str, section: str, settings_type: type[T], settings: Table) -> T:
@@ -63,7 +81,7 @@ def check_other_algorithms(source: str, experiment: Experiment) -> None:
     for label in experiment.compare:
         if label not in experiment.algorithms:
             with config_errors(source, "compare: "):
-                algorithms.get(label)
+                find_algorithm(label)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +168,34 @@ def find_task(name: str | None) -> Callable[..., tasks.Task]:
     return tasks.get(name)
 
 
+def add_code_to_path(source: str, experiment: Experiment) -> str | None:
+    """Let the modules be imported that an experiment names; return their folder if it has one.
+
+    They lie in the folder `code` of the experiment, or else beside its file. An experiment that
+    names none changes nothing. The path keeps the folder at its end, because such a module may
+    import its neighbours later, and must not hide an installed package.
+    """
+    sections = experiment.algorithms
+    names = [experiment.task.get("name"), experiment.algorithm.get("name"), *experiment.compare]
+    names += [section.algorithm for section in sections.values()]
+    names += [section.task.get("name") for section in sections.values()]
+    if not any(":" in name for name in names if name):
+        return None
+    file = Path(source)
+    folder = experiment.code
+    if folder is None and file.suffix == ".toml" and file.is_file():
+        folder = str(file.parent.resolve())
+    if folder is not None and folder not in sys.path:
+        sys.path.append(folder)
+    return folder
+
+
 def import_function(setting: str, name: str) -> Callable[..., Any]:
     """Import a function of the user's code.
 
     Args:
         setting: The setting that names the function, for messages.
-        name: Module:function; the module may lie in the working folder.
+        name: Module:function; the module may lie in the working folder, or beside the experiment.
 
     Returns:
         The function.
@@ -167,17 +207,21 @@ def import_function(setting: str, name: str) -> Callable[..., Any]:
         >>> import_function("task", "math:sqrt")(9)
         3.0
     """
+    function = _import_object(setting, name)
+    if not callable(function):
+        raise ValueError(f"{setting} is {name!r}, which is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _import_object(setting: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         # This is not undone, because the module may import its neighbours later.
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the module's code may raise anything
         raise ValueError(f"{setting} is {name!r}, which cannot be imported: {error}") from error
-    if not callable(function):
-        raise ValueError(f"{setting} is {name!r}, which is not a function")
-    return function  # type: ignore[no-any-return]
 
 
 def settings_table(instance: Any) -> Table:

@@ -10,6 +10,7 @@ import torch
 from fedbilevel.core import ranks
 from fedbilevel.experiments.config import Config
 from fedbilevel.federation import Federation
+from fedbilevel.runs.callbacks import Callback, EarlyStopping
 from fedbilevel.runs.run import Run
 from fedbilevel.runs.simulation import simulated_federation
 from fedbilevel.tasks import Task
@@ -112,12 +113,21 @@ def build_run(config: Config, task: Task, fed: Federation) -> Run:
     Raises:
         ValueError: If the algorithm does not solve such a problem.
     """
+    stop = config.experiment.stop
+    callbacks: list[Callback] = []
+    if stop.patience is not None:
+        callbacks.append(EarlyStopping(stop.patience))
+    target = stop.metric
+    if stop.test_accuracy is not None:
+        target = stop.test_accuracy
     return Run(
         config.algorithm,
         fed,
         config.limits,
         task.evaluate,
         config.every,
-        config.experiment.stop.test_accuracy,
+        target,
         task.evaluate_client,
+        config.metric or task.metric,
+        callbacks,
     )

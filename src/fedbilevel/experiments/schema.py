@@ -7,13 +7,14 @@ the settings of what they configure, and `parts` checks them against it.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from fedbilevel.core import checks
 from fedbilevel.core.precision import Compile, Derivatives, Precision
+from fedbilevel.runs.metric import Metric
 
 Table = dict[str, Any]
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -57,7 +58,10 @@ class Every(Strict):
 
 
 class Stop(Strict):
-    """Limits beside `rounds`: a budget in other units of cost, or a test accuracy to reach."""
+    """Limits beside `rounds`: other units of cost, a value to reach, or no improvement.
+
+    `metric` is a value of the experiment's metric, and `patience` a number of evaluations.
+    """
 
     bytes: Amount | None = None
     samples: Amount | None = None
@@ -66,6 +70,34 @@ class Stop(Strict):
     virtual_s: Amount | None = None
     wall_s: Amount | None = None
     test_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
+    metric: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    patience: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_target(self) -> Self:
+        if self.test_accuracy is not None and self.metric is not None:
+            raise ValueError("it must not have both metric and test_accuracy")
+        return self
+
+
+class Judge(Strict):
+    """The metric that runs are judged by; a string alone is its name."""
+
+    name: str
+    direction: Literal["minimize", "maximize"] | None = None
+    targets: list[Annotated[float, Field(allow_inf_nan=False)]] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _string_is_a_name(cls, value: object) -> object:
+        if isinstance(value, str):
+            return {"name": value}
+        return value
+
+    @model_validator(mode="after")
+    def _has_a_direction(self) -> Self:
+        Metric(self.name, self.direction)
+        return self
 
 
 class Runtime(Strict):
@@ -102,10 +134,12 @@ class Experiment(Strict):
     """An experiment as its TOML file describes it.
 
     A file may describe runs of several algorithms, with `algorithms` and `compare`. The config.toml
-    of a run is an experiment too, with all defaults filled in and without these two.
+    of a run is an experiment too, with all defaults filled in and without these two. `code` is the
+    folder of the modules that `task` and `algorithm` may name as module:function and module:class.
     """
 
     title: str = ""
+    code: str | None = None
     label: str | None = None
     task: Table = {}
     data: Table = {}
@@ -116,12 +150,22 @@ class Experiment(Strict):
     rounds: Annotated[int, Field(ge=0)] = 100
     every: Every = Every(rounds=1)
     stop: Stop = Stop()
+    metric: Judge | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     weights: Literal["uniform", "samples"] = "uniform"
     device: str = "cpu"
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     runtime: Runtime = Runtime()
     conduct: Table = {}
+
+    @model_validator(mode="after")
+    def _stops_at_its_metric(self) -> Self:
+        name = self.metric.name if self.metric else "test_accuracy"
+        if self.stop.test_accuracy is not None and name != "test_accuracy":
+            raise ValueError(
+                f"stop.test_accuracy is given, but metric is {name!r}; give stop.metric instead"
+            )
+        return self
 
 
 def validate(source: str, table: Table) -> Experiment:
@@ -160,7 +204,8 @@ def _explain(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         model: Any = Experiment
         for parent in parts[:-1]:
-            model = model.model_fields[parent].annotation
+            annotation = model.model_fields[parent].annotation
+            model = next(iter(get_args(annotation)), annotation)  # a table that may be left out
         return checks.unknown_key(key, model.model_fields)
     message = error["msg"].removeprefix("Value error, ")
     return f"{key} is {error['input']!r:.200}; {message[:1].lower()}{message[1:]}"

@@ -22,6 +22,7 @@ from fedbilevel.experiments.schema import Table
 from fedbilevel.runs import folder as folders
 
 SCALE_LIMIT = 10.0  # scales lie between 1 / SCALE_LIMIT and SCALE_LIMIT
+EDGE = 0.95  # a scale that is nearer to the limit than this factor lies on the edge
 SCALE_DIGITS = 3
 STEP_DIGITS = 9
 
@@ -47,7 +48,8 @@ class Trial(NamedTuple):
         status: How its run has ended, or "unfinished".
         loss: The upper loss on validation data, mean over the last quarter of the evaluations. It
             is infinite unless the run has completed.
-        accuracy: The final test accuracy, if the run has ended and measures one.
+        metric: The metric that the run is judged by; empty if the run has not ended.
+        final: Its last value, if there is one.
         config: The resolved experiment.
     """
 
@@ -55,7 +57,8 @@ class Trial(NamedTuple):
     scales: Scales
     status: str
     loss: float
-    accuracy: float | None
+    metric: str
+    final: float | None
     config: Table
 
 
@@ -177,17 +180,19 @@ def _read_trial(number: int, path: Path, unscaled: Table) -> Trial:
     config = read_config(path)
     scales = scales_between(config["algorithm"], unscaled)
     if not (path / folders.METRICS).exists():
-        return Trial(number, scales, "unfinished", math.inf, None, config)
+        return Trial(number, scales, "unfinished", math.inf, "", None, config)
     run = folders.read(path)
     loss = math.inf
     if run.status == "completed":
         # A mean over several evaluations, because each depends on the last clients sampled.
         last_quarter = run.history[-math.ceil(len(run.history) / 4) :]
         loss = sum(metrics["upper_loss"] for metrics in last_quarter) / len(last_quarter)
-    accuracy = None
+    metric = ""
+    final = None
     if run.summary:
-        accuracy = run.summary["final_test_accuracy"]
-    return Trial(number, scales, run.status, loss, accuracy, config)
+        metric = run.metric.name
+        final = run.summary["metric"]["final"]
+    return Trial(number, scales, run.status, loss, metric, final, config)
 
 
 def best_trials(trials: Mapping[str, Sequence[Trial]]) -> dict[str, Trial]:
@@ -198,6 +203,28 @@ def best_trials(trials: Mapping[str, Sequence[Trial]]) -> dict[str, Trial]:
         if least and math.isfinite(least.loss):
             best[label] = least
     return best
+
+
+def edge_warnings(best: Mapping[str, Trial]) -> list[str]:
+    """Return a sentence for each best trial that lies on the edge of the box of scales.
+
+    Better settings may lie outside then.
+
+    Args:
+        best: The best trial of each algorithm.
+
+    Returns:
+        The sentences, each of which names the algorithm and the level.
+    """
+    found = []
+    for label, trial in best.items():
+        for level, scale in trial.scales._asdict().items():
+            if max(scale, 1 / scale) >= EDGE * SCALE_LIMIT:
+                found.append(
+                    f"{label}: the best scale of {level} is {scale:g}, on the edge of the search "
+                    f"({1 / SCALE_LIMIT:g} to {SCALE_LIMIT:g}); tune tuned.toml again"
+                )
+    return found
 
 
 # The next trial, and the outcome.
@@ -284,6 +311,7 @@ def tuned_experiment(
         sections[label] = section
     compare = [label for label in experiment.get("compare", []) if label in best]
     compare += [label for label in best if label not in compare]
+    comment += [f"warning: {warning}" for warning in edge_warnings(best)]
     changes = {
         "title": f"{experiment.get('title', '')} (step sizes tuned)".strip(),
         "seed": tuning["seed"] + 1,

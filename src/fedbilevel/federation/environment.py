@@ -6,6 +6,7 @@ of the model it can hold, and, in simulations, delays and faults.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,6 +14,7 @@ from typing import Annotated
 from torch import Tensor
 
 from fedbilevel.core import checks, settings
+from fedbilevel.core.markup import html_table
 from fedbilevel.core.rng import fold_in, integers
 from fedbilevel.core.settings import Count, Factor, Fraction, Positive, Rule
 from fedbilevel.federation.delays import DelayModel, Faults, Stragglers, Trace
@@ -143,6 +145,15 @@ class Environment:
                 )
         if self.delay is None:
             self._check_without_delay()
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_main = field.name in ("participation", "local_steps", "batch_size")
+            if is_main or value != field.default:
+                rows.append((field.name, value))
+        return html_table(rows, caption="Environment")
 
     def _check_without_delay(self) -> None:
         for name, value in (("stragglers", self.stragglers), ("deadline", self.deadline)):

@@ -6,9 +6,9 @@ from pathlib import Path
 from fedbilevel.report._axes import AXES, Axis, Spread
 from fedbilevel.report._curve_files import read_runs
 from fedbilevel.report._curves import group_runs
-from fedbilevel.report._tables import TARGETS, Row, rank, table_rows
+from fedbilevel.report._tables import Row, rank, table_rows
 
-__all__ = ["AXES", "TARGETS", "Axis", "Row", "Spread", "ranked", "write_figure", "write_page"]
+__all__ = ["AXES", "Axis", "Row", "Spread", "ranked", "write_figure", "write_page"]
 
 
 def ranked(paths: Sequence[Path | str], axis: str = "round") -> list[Row]:
@@ -30,12 +30,13 @@ def ranked(paths: Sequence[Path | str], axis: str = "round") -> list[Row]:
     return rank(table_rows(group_runs(read_runs(paths))), axis)
 
 
-def write_page(paths: Sequence[Path | str], out: Path | str) -> None:
+def write_page(paths: Sequence[Path | str], out: Path | str, command: str = "") -> None:
     """Write a self-contained HTML file about runs.
 
     Args:
         paths: Run folders, folders that hold some, or files of curves (.csv, .csv.xz).
         out: The file to write.
+        command: The command that writes it, which the page tells, with date, version and machine.
 
     Raises:
         FileNotFoundError: If one of the paths holds no run.
@@ -43,7 +44,7 @@ def write_page(paths: Sequence[Path | str], out: Path | str) -> None:
     """
     from fedbilevel.report._page import page  # plotly takes long to import
 
-    html = page(read_runs(paths))
+    html = page(read_runs(paths), command)
     Path(out).write_text(html, encoding="utf-8", newline="\n")
 
 

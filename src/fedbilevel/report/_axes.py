@@ -78,8 +78,11 @@ _AXES = (
     Axis("wall_s", "Wall time", ("s",)),
 )
 AXES = {axis.key: axis for axis in _AXES}
-METRICS = {
-    "test_accuracy": "Test accuracy",
-    "upper_loss": "Upper loss",
-    "hypergradient_norm": "Hypergradient norm",
-}
+COSTS = {"iteration", "bytes_up", "bytes_down", "peak_bytes", *AXES}  # everything else is a metric
+USUAL_METRICS = ("test_accuracy", "upper_loss", "hypergradient_norm")
+
+
+def metric_title(name: str) -> str:
+    """Return the name of a metric as a heading."""
+    words = name.replace("_", " ")
+    return words[:1].upper() + words[1:]

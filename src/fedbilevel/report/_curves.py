@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbilevel.report._axes import AXES, METRICS, Axis
+from fedbilevel.report._axes import AXES, COSTS, USUAL_METRICS, Axis
 from fedbilevel.runs.folder import RunFolder
+from fedbilevel.runs.metric import Metric
 
 Array = NDArray[np.float64]
 
-MAX_POINTS = 1000  # per curve: a screen shows no more, and the page stays small
+MAX_POINTS = 600  # per curve: a screen shows no more, and the page stays small
 
 # The palette of Okabe and Ito, for colour-blind readers, changed to a contrast of at least 3:1
 # against white and against black. Every four curves the dash changes, which tells similar colours
@@ -120,6 +121,8 @@ def mean_curve(runs: Sequence[RunFolder], axis: str, metric: str) -> Curve | Non
 def drawable(runs: Sequence[RunFolder]) -> tuple[list[Axis], list[str]]:
     """Return the axes along which some run moves, and the metrics that some run measured.
 
+    The metric that the runs are judged by comes first, then those of `main_metrics`, then others.
+
     Raises:
         ValueError: If there are no axes or no metrics.
     """
@@ -127,8 +130,12 @@ def drawable(runs: Sequence[RunFolder]) -> tuple[list[Axis], list[str]]:
     for axis in AXES.values():
         if any((column(run, axis.key) > 0).any() for run in runs):
             axes.append(axis)
+    names = dict.fromkeys(main_metrics(runs))
+    for run in runs:
+        for evaluation in run.history:
+            names |= dict.fromkeys(name for name in evaluation if name not in COSTS)
     metrics = []
-    for metric in METRICS:
+    for metric in names:
         if any(np.isfinite(column(run, metric)).any() for run in runs):
             metrics.append(metric)
     if not axes or not metrics:
@@ -137,6 +144,29 @@ def drawable(runs: Sequence[RunFolder]) -> tuple[list[Axis], list[str]]:
             "expected one to draw"
         )
     return axes, metrics
+
+
+def main_metrics(runs: Sequence[RunFolder]) -> list[str]:
+    """Return the names of the metrics that a reader wants to see first.
+
+    They are the one that the runs are judged by, the usual ones, and what the `evaluate` of a task
+    returns beside an accuracy on training data.
+    """
+    names = [judged_by(runs).name, *USUAL_METRICS]
+    for run in runs:
+        names += (run.summary or {}).get("evaluated", [])
+    return [name for name in dict.fromkeys(names) if name != "train_accuracy"]
+
+
+def judged_by(runs: Sequence[RunFolder]) -> Metric:
+    """Return the metric that most of the runs are judged by, with the targets of all of them."""
+    metrics = [run.metric for run in runs]
+    ((name, direction), _), *_ = Counter((m.name, m.direction) for m in metrics).most_common()
+    targets: set[float] = set()
+    for metric in metrics:
+        if metric.name == name:
+            targets |= set(metric.targets)
+    return Metric(name, direction, tuple(targets))
 
 
 def needs_log_scale(curves: Iterable[Curve]) -> bool:

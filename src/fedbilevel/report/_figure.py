@@ -10,13 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from fedbilevel.report._axes import AXES, METRICS, Axis
+from fedbilevel.report._axes import AXES, Axis, metric_title
 from fedbilevel.report._curves import (
     LIGHT,
     Group,
     curve_style,
     drawable,
     group_runs,
+    main_metrics,
     mean_curve,
     needs_log_scale,
 )
@@ -65,7 +66,8 @@ def figure(runs: Sequence[RunFolder], path: Path) -> None:
     if path.suffix not in (".pdf", ".png"):
         raise ValueError(f"{path} ends in {path.suffix!r}, expected .pdf or .png")
     groups = group_runs(runs)
-    axes, metrics = drawable(runs)
+    axes, measured = drawable(runs)
+    metrics = [name for name in main_metrics(runs) if name in measured] or measured[:1]
     panels = _panels(axes, metrics)
     columns = len(panels)
     if columns == 4:
@@ -115,7 +117,7 @@ def _draw(plot: Axes, groups: Sequence[Group], axis: Axis, metric: str, labelled
             label = groups[index].label.replace("$", r"\$")  # a bare $ would begin a formula
         plot.plot(x, curve.mean, color=colour, linestyle=LINE_STYLES[dash], label=label)
         plot.fill_between(x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
-    plot.set(xlabel=axis.heading(largest), ylabel=METRICS[metric])
+    plot.set(xlabel=axis.heading(largest), ylabel=metric_title(metric))
     plot.margins(x=0)
     if needs_log_scale(curves.values()):
         _set_log_scale(plot)

@@ -3,29 +3,36 @@
 import base64
 import hashlib
 import json
+import os
+import platform
 from collections.abc import Iterable, Sequence
-from importlib import resources
+from datetime import UTC, datetime
+from importlib import metadata, resources
 from typing import Any
 
 import jinja2
+import numpy as np
 import tomli_w
 from plotly.offline import get_plotlyjs
 
-from fedbilevel.report._axes import AXES, METRICS, Axis, Spread, spread
+from fedbilevel import __version__
+from fedbilevel.report._axes import AXES, Axis, Spread, metric_title, spread
 from fedbilevel.report._curves import (
     DARK,
     LIGHT,
+    MAX_POINTS,
     Array,
     Curve,
     Group,
+    column,
     curve_style,
     drawable,
     group_runs,
+    main_metrics,
     mean_curve,
     needs_log_scale,
 )
 from fedbilevel.report._tables import (
-    TARGETS,
     Row,
     client_costs,
     config_differences,
@@ -49,15 +56,15 @@ CLIENT_COLUMNS = {
 }
 
 
-def page(runs: Sequence[RunFolder]) -> str:
+def page(runs: Sequence[RunFolder], command: str = "") -> str:
     """Return the page as HTML."""
     groups = group_runs(runs)
     axes, metrics = drawable(runs)
     rows = table_rows(groups)
     rankings = {axis.key: rank(rows, axis.key) for axis in axes}
-    targets: Sequence[float] = ()
-    if "test_accuracy" in metrics:
-        targets = TARGETS
+    judge = rows[0].metric
+    shown = [name for name in main_metrics(runs) if name in metrics] or metrics[:1]
+    finals = [name for name, _ in rows[0].finals.items() if any(row.finals[name] for row in rows)]
     scripts = [get_plotlyjs(), _read("page.js")]
     data = json.dumps(_chart_data(groups, axes, metrics), separators=(",", ":"))
     environment = jinja2.Environment(
@@ -74,8 +81,13 @@ def page(runs: Sequence[RunFolder]) -> str:
         groups=groups,
         styles=[curve_style(index) for index in range(len(groups))],
         axes=axes,
-        metrics={metric: METRICS[metric] for metric in metrics},
-        targets=targets,
+        metrics={metric: metric_title(metric) for metric in metrics},
+        shown=shown,
+        judge=judge,
+        title_of=metric_title,
+        finals=finals,
+        targets=judge.targets,
+        origin=_origin(command),
         rankings=rankings,
         lowest_costs={axis.key: _lowest_costs(rows, axis.key) for axis in axes},
         phase_columns=PHASE_COLUMNS,
@@ -120,18 +132,48 @@ def _chart_data(
         for metric in metrics:
             if metric not in charts:
                 of_metric = [curve for (_, name), curve in drawn.items() if name == metric]
-                charts[metric] = {"title": METRICS[metric], "log": needs_log_scale(of_metric)}
+                title = metric_title(metric)
+                charts[metric] = {"title": title, "log": needs_log_scale(of_metric)}
         for (index, metric), curve in drawn.items():
             values = {"x": _floats(curve.x / divisor), "mean": _floats(curve.mean)}
             if len(groups[index].runs) > 1:
                 values |= {"low": _floats(curve.low), "high": _floats(curve.high)}
             curves[index]["values"].setdefault(axis.key, {})[metric] = values
+        for entry in curves:
+            entry.setdefault("divisors", {})[axis.key] = divisor
+    for index, group in enumerate(groups):
+        if len(group.runs) > 1:
+            curves[index]["seeds"] = [_seed_data(run, axes, metrics) for run in group.runs]
     return {"axes": headings, "charts": charts, "curves": curves}
 
 
+def _seed_data(run: RunFolder, axes: Sequence[Axis], metrics: Sequence[str]) -> dict[str, Any]:
+    """Return the numbers of one run, thinned to what a screen can show."""
+    count = len(run.history)
+    kept = np.arange(count)
+    if count > MAX_POINTS:
+        kept = np.linspace(0, count - 1, MAX_POINTS).round().astype(int)
+    numbers = {}
+    for key in (*(axis.key for axis in axes), *metrics):
+        numbers[key] = _floats(column(run, key)[kept])
+    return {"seed": run.seed, "numbers": numbers}
+
+
 def _floats(values: Array) -> str:
-    """Return little-endian 32-bit floats in base64."""
-    return _base64(values.astype("<f4").tobytes())
+    """Return little-endian 32-bit floats in base64; what does not fit is infinite."""
+    with np.errstate(over="ignore"):
+        return _base64(values.astype("<f4").tobytes())
+
+
+def _origin(command: str) -> str:
+    """Return a line that says when and where the page was written, and by what."""
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    line = f"Written {written} by fedbilevel {__version__} (Python {platform.python_version()}"
+    line += f", PyTorch {metadata.version('torch')}) on {machine}"
+    if command:
+        line += f": {command}"
+    return line
 
 
 def _title(groups: Sequence[Group]) -> str:

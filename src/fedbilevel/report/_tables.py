@@ -2,18 +2,20 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fedbilevel.report._axes import AXES, Spread, spread
-from fedbilevel.report._curves import Group, column
+from fedbilevel.report._curves import Group, column, judged_by
 from fedbilevel.runs.folder import RunFolder
+from fedbilevel.runs.metric import Metric
 
-TARGETS = (0.8, 0.9, 0.93, 0.95, 0.97)  # test accuracies
 PHASE_COSTS = ("rounds", "bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes")
 CLIENT_COSTS = ("flops", "bytes_up", "bytes_down")
+WAYS = (0.5, 0.8, 0.9, 0.95, 0.99)  # from the start to the best end, where no targets are given
+TARGET_DIGITS = 3
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,19 @@ class Row:
     label: str
     seeds: int
     statuses: dict[str, int]
-    accuracy: Spread | None
-    loss: Spread | None
+    metric: Metric
+    finals: dict[str, Spread | None]
     flops: Spread | None
     peak: Spread | None
     cost: dict[str, dict[float, Spread | None]]
 
+    @property
+    def final(self) -> Spread | None:
+        """The last values of the metric that the runs are judged by."""
+        return self.finals.get(self.metric.name)
+
     def reached(self, axis: str) -> dict[float, Spread]:
-        """Return the costs of the targets that every seed reached."""
+        """Return the costs of the targets that every seed reached, the hardest target last."""
         costs = {}
         for target, cost in self.cost[axis].items():
             if cost is not None and cost.count == self.seeds:
@@ -41,25 +48,60 @@ class Row:
         return costs
 
 
-def table_rows(groups: Iterable[Group]) -> list[Row]:
+def table_rows(groups: Sequence[Group]) -> list[Row]:
     """Return a row of the ranked table per group, in the order of the groups."""
-    return [_table_row(group) for group in groups]
+    runs = [run for group in groups for run in group.runs]
+    metric = judged_by(runs)
+    if not metric.targets:
+        metric = replace(metric, targets=_chosen_targets(metric, groups))
+    names = [metric.name, "upper_loss", "test_accuracy"]
+    for run in runs:
+        names += (run.summary or {}).get("evaluated", [])
+    return [_table_row(group, metric, list(dict.fromkeys(names))) for group in groups]
 
 
-def _table_row(group: Group) -> Row:
+def _chosen_targets(metric: Metric, groups: Iterable[Group]) -> list[float]:
+    """Return targets on the way from the start to the best end; none if nothing has improved.
+
+    The way is that of the logarithm if the values are positive and span more than a decade.
+    """
+    starts = []
+    ends = []
+    for group in groups:
+        columns = [column(run, metric.name) for run in group.runs]
+        known = [values[np.isfinite(values)] for values in columns]
+        starts += [float(values[0]) for values in known if len(values)]
+        ends.append(float(np.mean([values[-1] for values in known if len(values)] or [np.nan])))
+    best = metric.best(ends)
+    if best is None:
+        return []
+    start = float(np.median(starts))
+    if metric.sign * (start - best) <= 0:
+        return []
+    targets = []
+    for way in WAYS:
+        if min(start, best) > 0 and max(start, best) > 10 * min(start, best):
+            target = start ** (1 - way) * best**way
+        else:
+            target = start + way * (best - start)
+        targets.append(float(f"{target:.{TARGET_DIGITS}g}"))
+    return [target for target in targets if metric.is_reached(best, target)]
+
+
+def _table_row(group: Group, metric: Metric, names: Sequence[str]) -> Row:
     runs = group.runs
-    costs_of_runs = [_costs_to_targets(run) for run in runs]
+    costs_of_runs = [_costs_to_targets(run, metric) for run in runs]
     cost: dict[str, dict[float, Spread | None]] = {}
     for axis in AXES:
         cost[axis] = {}
-        for target in TARGETS:
+        for target in metric.targets:
             cost[axis][target] = spread(costs[axis][target] for costs in costs_of_runs)
     return Row(
         label=group.label,
         seeds=len(runs),
         statuses=dict(Counter(run.status for run in runs)),
-        accuracy=spread(_final(run, "test_accuracy") for run in runs),
-        loss=spread(_final(run, "upper_loss") for run in runs),
+        metric=metric,
+        finals={name: spread(_final(run, name) for run in runs) for name in names},
         flops=spread(_final(run, "flops") for run in runs),
         peak=spread([max(_final(run, "peak_bytes") for run in runs)]),
         cost=cost,
@@ -72,33 +114,37 @@ def _final(run: RunFolder, metric: str) -> float:
     return float(column(run, metric)[-1])
 
 
-def _costs_to_targets(run: RunFolder) -> dict[str, dict[float, float]]:
+def _costs_to_targets(run: RunFolder, metric: Metric) -> dict[str, dict[float, float]]:
     """Return the cost to each target along each axis, NaN if the run never reached it."""
-    accuracy = column(run, "test_accuracy")
+    values = column(run, metric.name)
     costs = {}
     for axis in AXES:
         cost = column(run, axis)
-        costs[axis] = dict.fromkeys(TARGETS, np.nan)
-        for target in TARGETS:
-            reached_at = np.flatnonzero(accuracy >= target)
+        costs[axis] = dict.fromkeys(metric.targets, np.nan)
+        for target in metric.targets:
+            reached_at = np.flatnonzero(metric.sign * values <= metric.sign * target)
             if reached_at.size:
                 costs[axis][target] = float(cost[reached_at[0]])
     return costs
 
 
 def rank(rows: Iterable[Row], axis: str) -> list[Row]:
-    """Sort rows by the highest target that every seed reached, then by the cost to it.
+    """Sort rows by the hardest target that every seed reached, then by the cost to it.
 
-    Rows that are equal so far are sorted by final accuracy, then by final loss.
+    Rows that are equal so far are sorted by the final value of the metric, then by final loss.
     """
 
     def sort_key(row: Row) -> tuple[float, float, float, float]:
-        target, cost = max(row.reached(axis).items(), default=(0.0, None))
+        reached = row.reached(axis)
+        hardest, cost = 0, None
+        for number, target in enumerate(row.metric.targets, start=1):
+            if target in reached:
+                hardest, cost = number, reached[target]
         return (
-            -target,
+            -hardest,
             _mean_or(0.0, cost),
-            -_mean_or(0.0, row.accuracy),
-            _mean_or(np.inf, row.loss),
+            row.metric.sign * _mean_or(row.metric.sign * np.inf, row.final),
+            _mean_or(np.inf, row.finals.get("upper_loss")),
         )
 
     return sorted(rows, key=sort_key)

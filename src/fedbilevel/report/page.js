@@ -3,6 +3,7 @@
   const { axes, charts, curves } = JSON.parse(document.getElementById("data").textContent);
   const controls = document.querySelector(".controls");
   const boxes = [...controls.querySelectorAll("[name=curve]")];
+  const metricBoxes = [...controls.querySelectorAll("[name=metric]")];
   const narrow = matchMedia("(max-width: 44rem)");
   const touch = matchMedia("(pointer: coarse)");
 
@@ -13,7 +14,28 @@
   // Plotly interprets tags in text, but labels are plain text.
   const escapeTags = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
-  function traces(curve, index, axis, metric, style) {
+  // The mean over a window of up to `width` values on each side.
+  function smooth(values, width) {
+    if (width === 0) return values;
+    return values.map((_, i) => {
+      const reach = Math.min(width, i, values.length - 1 - i); // the ends stay what they are
+      const window = values.slice(i - reach, i + reach + 1);
+      return window.reduce((sum, value) => sum + value, 0) / window.length;
+    });
+  }
+
+  function seedTraces(curve, axis, metric, base, width) {
+    return (curve.seeds ?? []).map(({ seed, numbers }) => {
+      const divisor = curve.divisors[axis];
+      const x = floats(numbers[axis]).map((value) => value / divisor);
+      const line = { ...base.line, width: 1 };
+      const hovertemplate = `%{y:.4~g} (seed ${seed})`;
+      const y = smooth(floats(numbers[metric]), width);
+      return { ...base, x, y, line, hovertemplate, opacity: 0.6, showlegend: false };
+    });
+  }
+
+  function traces(curve, index, axis, metric, style, { width, seeds }) {
     const values = curve.values[axis]?.[metric];
     if (!values) return [];
     const shown = boxes[index].checked;
@@ -21,7 +43,7 @@
     const x = floats(values.x);
     const mean = {
       x,
-      y: floats(values.mean),
+      y: smooth(floats(values.mean), width),
       name: escapeTags(curve.label),
       mode: x.length > 1 ? "lines" : "markers",
       line: { color: colour, width: 2, dash: curve.dash },
@@ -32,8 +54,12 @@
       hovertemplate: "%{y:.4~g}",
     };
     if (!values.low) return [mean];
-    const low = floats(values.low);
-    const high = floats(values.high);
+    if (seeds) {
+      const visible = shown;
+      return [...seedTraces(curve, axis, metric, { ...mean, visible }, width), mean];
+    }
+    const low = smooth(floats(values.low), width);
+    const high = smooth(floats(values.high), width);
     const edge = {
       x,
       mode: "lines",
@@ -48,13 +74,42 @@
     return [{ ...edge, y: low }, band, mean];
   }
 
+  // The range of the numbers that are shown, with a margin.
+  function range(data, logarithmic) {
+    let low = Infinity;
+    let high = -Infinity;
+    for (const trace of data) {
+      if (trace.visible !== true) continue;
+      for (const value of trace.y) {
+        if (!Number.isFinite(value) || (logarithmic && value <= 0)) continue;
+        const place = logarithmic ? Math.log10(value) : value;
+        low = Math.min(low, place);
+        high = Math.max(high, place);
+      }
+    }
+    if (low > high) return undefined;
+    const margin = 0.04 * (high - low || Math.abs(high) || 1);
+    return [low - margin, high + margin];
+  }
+
   function draw() {
     const axis = controls.querySelector("[name=axis]:checked").value;
+    const chosen = controls.querySelector("[name=scale]:checked").value;
+    const options = {
+      width: Number(controls.querySelector("[name=smoothing]").value),
+      seeds: controls.querySelector("[name=seeds]")?.checked,
+    };
     const style = getComputedStyle(document.documentElement);
     const [text, muted, border, background] = ["text", "muted", "border", "background"].map(
       (name) => style.getPropertyValue(`--${name}`),
     );
-    Object.entries(charts).forEach(([metric, chart], position) => {
+    const shown = metricBoxes.filter((box) => box.checked).map((box) => box.value);
+    Object.entries(charts).forEach(([metric, chart]) => {
+      const element = document.getElementById(metric);
+      const position = shown.indexOf(metric);
+      element.hidden = position < 0;
+      element.classList.toggle("first", position === 0 || (shown.length === 2 && position === 1));
+      if (element.hidden) return;
       const scale = (title) => ({
         title: { text: title, font: { size: 13 }, standoff: 10 },
         color: muted,
@@ -63,14 +118,18 @@
         zeroline: false,
         automargin: true,
       });
-      const logarithmic = chart.log && { type: "log", nticks: 4, exponentformat: "power" };
+      const isLogarithmic = chosen === "automatic" ? chart.log : chosen === "logarithmic";
+      const logarithmic = isLogarithmic && { type: "log", nticks: 4, exponentformat: "power" };
+      const data = curves.flatMap((curve, index) =>
+        traces(curve, index, axis, metric, style, options),
+      );
       const layout = {
         font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: text },
         paper_bgcolor: background,
         plot_bgcolor: background,
         margin: { l: 56, r: 12, t: 28, b: 48 },
         xaxis: { ...scale(axes[axis]), rangemode: "tozero" },
-        yaxis: { ...scale(chart.title), ...logarithmic },
+        yaxis: { ...scale(chart.title), ...logarithmic, range: range(data, isLogarithmic) },
         hovermode: narrow.matches ? "closest" : "x unified",
         hoverlabel: { bgcolor: background, bordercolor: border, font: { color: text } },
         dragmode: touch.matches ? false : "zoom", // a finger on a chart scrolls the page
@@ -79,36 +138,108 @@
           traceorder: "normal",
           ...(narrow.matches && { orientation: "h", y: -0.25, yanchor: "top" }),
         },
-        uirevision: axis, // a zoom is kept until the axis changes
+        uirevision: [axis, chosen, boxes.map((box) => box.checked)].join(), // until then, a zoom stays
       };
-      const data = curves.flatMap((curve, index) => traces(curve, index, axis, metric, style));
-      const options = {
+      const saveAsSvg = {
+        name: "Save as SVG",
+        icon: Plotly.Icons.disk,
+        click: (chart) => Plotly.downloadImage(chart, { format: "svg", filename: metric }),
+      };
+      Plotly.react(metric, data, layout, {
         responsive: true,
         displaylogo: false,
         displayModeBar: touch.matches ? false : "hover",
-        modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
-      };
-      Plotly.react(metric, data, layout, options);
+        modeBarButtons: [["toImage", saveAsSvg, "zoom2d", "pan2d", "resetScale2d"]],
+      });
     });
+    listenToLegend(document.getElementById(shown[0]));
     for (const table of document.querySelectorAll("[data-axis]")) {
       table.hidden = table.dataset.axis !== axis;
     }
   }
 
-  draw();
-  const legend = document.querySelector(".chart");
   // The checkboxes say which curves all charts show; clicks in the legend change the checkboxes.
-  legend.on("plotly_legendclick", ({ data, curveNumber }) => {
-    boxes[data[curveNumber].meta].click();
-    return false;
+  function listenToLegend(chart) {
+    if (!chart || chart.dataset.listening) return;
+    chart.dataset.listening = "yes";
+    chart.on("plotly_legendclick", ({ data, curveNumber }) => {
+      boxes[data[curveNumber].meta].click();
+      return false;
+    });
+    chart.on("plotly_legenddoubleclick", ({ data, curveNumber }) => {
+      const only = boxes[data[curveNumber].meta];
+      const alone = boxes.every((box) => box.checked === (box === only));
+      boxes.forEach((box) => (box.checked = alone || box === only));
+      draw();
+      return false;
+    });
+  }
+
+  // Each heading becomes a button that sorts the rows: upwards, and when pressed again, downwards.
+  function makeSortable(table) {
+    const [first, second] = table.tHead.rows;
+    const headings = [...first.cells].flatMap((cell) =>
+      cell.scope === "colgroup" ? [...second.cells] : [cell],
+    );
+    headings.forEach((heading, column) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...heading.childNodes);
+      heading.append(button);
+      button.addEventListener("click", () => {
+        const upwards = heading.ariaSort !== "ascending";
+        headings.forEach((other) => (other.ariaSort = null));
+        heading.ariaSort = upwards ? "ascending" : "descending";
+        const rows = [...table.tBodies[0].rows].sort((a, b) =>
+          compare(a.cells[column], b.cells[column], upwards ? 1 : -1),
+        );
+        table.tBodies[0].append(...rows);
+      });
+    });
+  }
+
+  // Numbers come before texts, in either order: a dash is a target that was not reached.
+  function compare(a, b, sign) {
+    const numbers = [a, b].map((cell) => Number(cell.dataset.value ?? NaN));
+    if (numbers.some(Number.isNaN)) {
+      const missing = numbers.map(Number.isNaN);
+      return missing[0] - missing[1] || sign * a.textContent.localeCompare(b.textContent);
+    }
+    return sign * (numbers[0] - numbers[1]);
+  }
+
+  // The curves that are shown, a row per point, along the chosen axis.
+  function csv() {
+    const axis = controls.querySelector("[name=axis]:checked").value;
+    const shown = metricBoxes.filter((box) => box.checked).map((box) => box.value);
+    const quote = (text) => `"${text.replaceAll('"', '""')}"`;
+    const lines = [["curve", "metric", axes[axis], "mean", "low", "high"].map(quote).join(",")];
+    curves.forEach((curve, index) => {
+      if (!boxes[index].checked) return;
+      for (const metric of shown) {
+        const values = curve.values[axis]?.[metric];
+        if (!values) continue;
+        const mean = floats(values.mean);
+        const low = values.low ? floats(values.low) : mean;
+        const high = values.high ? floats(values.high) : mean;
+        floats(values.x).forEach((x, i) => {
+          lines.push([quote(curve.label), quote(metric), x, mean[i], low[i], high[i]].join(","));
+        });
+      }
+    });
+    return `${lines.join("\n")}\n`;
+  }
+
+  document.getElementById("csv").addEventListener("click", () => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([csv()], { type: "text/csv" }));
+    link.download = "curves.csv";
+    link.click();
+    URL.revokeObjectURL(link.href);
   });
-  legend.on("plotly_legenddoubleclick", ({ data, curveNumber }) => {
-    const only = boxes[data[curveNumber].meta];
-    const alone = boxes.every((box) => box.checked === (box === only));
-    boxes.forEach((box) => (box.checked = alone || box === only));
-    draw();
-    return false;
-  });
+
+  draw();
+  document.querySelectorAll("[data-axis] table").forEach(makeSortable);
   controls.addEventListener("change", draw);
   for (const query of [narrow, matchMedia("(prefers-color-scheme: dark)")]) {
     query.addEventListener("change", draw);

@@ -17,12 +17,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
+from fedbilevel.runs.metric import Metric, default_metric
+
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint/latest.safetensors"
 PREVIOUS_CHECKPOINT = "checkpoint/previous.safetensors"
-EXTENSIBLE = ("rounds", "stop", "title")  # what may differ when a run is resumed
+EXTENSIBLE = ("rounds", "stop", "title", "metric", "code")  # what may differ when a run is resumed
 
 SUMMARY_PARTS = ("ledger", "final_test_accuracy")  # what reports and searches need
 
@@ -56,11 +58,39 @@ class RunFolder:
         return int(self.config["seed"])
 
     @property
+    def metric(self) -> Metric:
+        """The metric that the run is judged by."""
+        measured: Table = {}
+        for metrics in self.history:
+            measured |= {name: value for name, value in metrics.items() if value is not None}
+        return metric_of(self.config, measured)
+
+    @property
     def status(self) -> str:
         """How the run ended, or "unfinished"."""
         if self.summary is None:
             return "unfinished"
         return str(self.summary["status"])
+
+
+def metric_of(config: Mapping[str, Any], measured: Mapping[str, Any]) -> Metric:
+    """Return the metric that a recorded run is judged by.
+
+    Args:
+        config: Its config.toml.
+        measured: One of its evaluations.
+
+    Returns:
+        The metric in the config, else the default one.
+
+    Examples:
+        >>> metric_of({"metric": {"name": "rmse", "direction": "minimize"}}, {}).name
+        'rmse'
+    """
+    table = config.get("metric")
+    if isinstance(table, Mapping):
+        return Metric(**table)
+    return default_metric(measured)
 
 
 def find(paths: Iterable[Path | str]) -> list[Path]:
@@ -312,7 +342,7 @@ def check_same_settings(
         recorded = _read_config(path / CONFIG)
     else:
         recorded = record["config"]
-    difference = _first_difference(recorded, without_none(config), ignoring)
+    difference = first_difference(recorded, without_none(config), ignoring)
     if difference:
         key, before, now = difference
         raise ValueError(
@@ -330,7 +360,7 @@ def check_same_settings(
 
 def _check_config(path: Path, record: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Check that a config.toml is that of the run, up to its budget."""
-    difference = _first_difference(record["config"], config, EXTENSIBLE)
+    difference = first_difference(record["config"], config, EXTENSIBLE)
     if difference:
         key, before, now = difference
         raise ValueError(
@@ -339,15 +369,25 @@ def _check_config(path: Path, record: Mapping[str, Any], config: Mapping[str, An
         )
 
 
-def _first_difference(
+def first_difference(
     recorded: Mapping[str, Any], current: Mapping[str, Any], ignoring: Sequence[str]
 ) -> tuple[str, Any, Any] | None:
-    """Return the first setting that differs and its two values, or None."""
+    """Return the first setting that differs and its two values, or None.
+
+    A setting that is "auto" now is one that the run has chosen.
+
+    Args:
+        recorded: The resolved experiment of a run.
+        current: The one to compare it with.
+        ignoring: Keys of the experiment that may differ.
+    """
     before = _flatten(recorded)
     now = _flatten(current)
     # Names come first: another algorithm explains why its settings differ.
     for key in sorted({*before, *now}, key=lambda key: (not key.endswith(".name"), key)):
-        if key.split(".")[0] not in ignoring and before.get(key) != now.get(key):
+        if key.split(".")[0] in ignoring or now.get(key) == "auto":
+            continue
+        if before.get(key) != now.get(key):
             return key, before.get(key), now.get(key)
     return None
 

@@ -41,6 +41,7 @@ from fedbilevel.runs.folder import (
     without_none,
     write_atomically,
 )
+from fedbilevel.runs.metric import last_number
 from fedbilevel.runs.run import Metrics, Run
 
 LOCK_WAIT_S = 3.0  # the members of a comparison that was killed may take a moment to end
@@ -124,6 +125,8 @@ class Recorder:
         self.checkpoint = path / CHECKPOINT
         self._previous = path / PREVIOUS_CHECKPOINT
         self._metrics_bytes = 0  # the length of metrics.jsonl at the checkpoint
+        if run.given_metric is not None:
+            self.config = {**config, "metric": run.given_metric.table()}
         self._metrics_digest = blake2b(digest_size=16)
         self._versions = devices.versions(run.fed.device)
         self._has_saved = False
@@ -177,11 +180,31 @@ class Recorder:
             "final_test_accuracy": accuracies[-1] if accuracies else None,
             "best_test_accuracy": max(accuracies, default=None),
             "rounds_to": rounds_to,
+            "metric": self._judgement(),
+            "evaluated": run.evaluated,
             **{key: last[key] for key in FINAL_COSTS},
             "refused_replies": run.fed.ledger.refused_replies,
             "lost_tasks": run.fed.ledger.lost_tasks,
             "clients": run.fed.ledger.clients.groups(),
             "ledger": {name: asdict(cost) for name, cost in run.fed.ledger.phases.items()},
+        }
+
+    def _judgement(self) -> dict[str, Any]:
+        """Return the metric of the run, its last and best value, and the rounds to its targets."""
+        metric = self.run.metric
+        history = self.run.history
+        rounds_to: dict[str, float | None] = {f"{target:g}": None for target in metric.targets}
+        for metrics in reversed(history):
+            for target in metric.targets:
+                if metric.is_reached(metrics.get(metric.name, math.nan), target):
+                    rounds_to[f"{target:g}"] = metrics["round"]
+        final = last_number(history, metric.name)
+        return {
+            "name": metric.name,
+            "direction": metric.direction,
+            "final": final if math.isfinite(final) else None,
+            "best": metric.best(metrics.get(metric.name, math.nan) for metrics in history),
+            "rounds_to": rounds_to,
         }
 
     def _record(self, evaluations: Iterable[Metrics]) -> Iterator[Metrics]:
@@ -305,6 +328,7 @@ class Recorder:
             "clients": {"number": len(run.fed), "start": self._client_start()},
             "status": run.status,
             "reason": run.reason,
+            "evaluated": run.evaluated,
         }
         record = {
             "config": without_none(self.config),
@@ -356,6 +380,7 @@ class Recorder:
         run.good_state = run.state
         if good_state is not None:
             run.good_state = state_type(**good_state)
+        run.evaluated = saved.get("evaluated", [])
         self._metrics_bytes = record["metrics_bytes"]
         lines = metrics[: self._metrics_bytes]
         self._metrics_digest = blake2b(lines, digest_size=16)

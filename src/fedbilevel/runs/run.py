@@ -6,19 +6,28 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.core import checks, ranks
+from fedbilevel.core.extras import import_extra
 from fedbilevel.core.linear import UnsolvedError
+from fedbilevel.core.markup import describe_tree, html_table
 from fedbilevel.core.process import relaxed_garbage_collection
 from fedbilevel.core.tree import Tree, is_finite
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.ledger import TimeElapsed
+from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.clients import ClientMetrics, EvaluateClient, as_numbers
+from fedbilevel.runs.metric import TEST_ACCURACY, UPPER_LOSS, Metric, default_metric
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Metrics = dict[str, float]
 Evaluate = Callable[[Tree, Tree], Mapping[str, float]]
@@ -35,7 +44,7 @@ _DERIVATIVES = {
 log = logging.getLogger("fedbilevel")
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """The outcome of a run.
 
@@ -48,8 +57,9 @@ class Result:
             "upper_loss" and "lower_loss", what the algorithm records, and what `evaluate` returned.
         status: "completed", "diverged" or "interrupted".
         reason: A sentence that says why the run diverged, or when it was interrupted and which x
-            and y these are; else empty.
+            and y these are, or why a callback ended it; else empty.
         federation: The federation of the run, which `personal` asks.
+        metric: The metric that the run was judged by.
 
     Examples:
         >>> import fedbilevel as fb
@@ -67,6 +77,7 @@ class Result:
     status: str = "completed"
     reason: str = ""
     federation: Federation | None = field(default=None, repr=False, compare=False)
+    metric: Metric = UPPER_LOSS
 
     def personal(self, client: int) -> tuple[Tree, Tree]:
         """Return the whole x and y of one client: those of `x` and `y`, and what the client owns.
@@ -97,6 +108,78 @@ class Result:
             raise LookupError("this result has no federation; there is nobody to ask")
         return self.federation.personal(client, self.x, self.y)
 
+    def to_pandas(self) -> Any:
+        """Return the history as a table of pandas, with a row per evaluation.
+
+        Returns:
+            A `pandas.DataFrame`, indexed by round.
+
+        Raises:
+            ImportError: If pandas is not installed.
+
+        Examples:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> result = fb.solve(task.problem, task.clients, "simfbo", rounds=10, every=5)
+            >>> list(result.to_pandas().index)
+            [0, 5, 10]
+        """
+        pandas = import_extra("pandas", "frames")
+        return pandas.DataFrame(self.history).set_index("round")
+
+    def plot(self, *metrics: str, against: str = "round") -> Figure:
+        """Draw metrics over the run.
+
+        Args:
+            *metrics: The metrics to draw, one panel each; by default the metric of the run, the
+                upper loss and the lower loss.
+            against: What they are drawn against: "round" or another cost, such as "wall_s".
+
+        Returns:
+            A figure of matplotlib, which a notebook shows; `figure.savefig(path)` writes it.
+
+        Raises:
+            ValueError: If a name is not in the history.
+
+        Examples:
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> result = fb.solve(task.problem, task.clients, "simfbo", rounds=3)
+            >>> [panel.get_ylabel() for panel in result.plot("upper_loss").axes]
+            ['upper loss']
+        """
+        from fedbilevel.runs.display import plot_history  # matplotlib takes long to import
+
+        return plot_history(self.history, metrics or self._main_metrics(), against)
+
+    def _main_metrics(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([self.metric.name, "upper_loss", "lower_loss"]))
+
+    def _facts(self) -> dict[str, str]:
+        """Return what is worth knowing of the run in a few words, by name."""
+        facts = {"status": self.status}
+        if self.reason:
+            facts["reason"] = self.reason
+        if self.history:
+            facts["rounds"] = str(self.history[-1]["round"])
+            for name in self._main_metrics():
+                facts[name] = f"{self.history[-1].get(name, math.nan):.6g}"
+        return facts
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value}" for name, value in self._facts().items())
+        return f"Result({facts}, x={describe_tree(self.x)}, y={describe_tree(self.y)})"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, str]] = list(self._facts().items())
+        rows += [("x", describe_tree(self.x)), ("y", describe_tree(self.y))]
+        table = html_table(rows)
+        if len(self.history) < 2:
+            return table
+        from fedbilevel.runs.display import html_image
+
+        return html_image(self.plot()) + table
+
 
 class Run:
     """An algorithm on a federation, between two iterations: for loops of one's own.
@@ -117,17 +200,22 @@ class Run:
         every: The distance between two evaluations, in units of cost; by default one round.
         target: A value of the metric "test_accuracy" at which the run stops.
         evaluate_client: A function of one client's own x and y and of its number; see `fb.solve`.
+        target: A value of the metric at which the run stops.
+        metric: The metric that the run is judged by; see `Metric` for what it is without one.
+        callbacks: What is called after each iteration and each evaluation.
 
     Attributes:
         state: The state of the algorithm.
         history: The metrics of each evaluation so far.
         status: "completed", also while the run is under way, "diverged" or "interrupted".
-        reason: Why the run diverged or was interrupted.
+        reason: Why the run diverged, was interrupted, or was ended before its budget.
         after_iteration: A function that is called after each iteration; by default nothing happens.
 
     Raises:
         ValueError: If an amount is negative or in an unknown unit, or if the algorithm does not
             solve such a problem, or needs second derivatives that its losses do not have.
+        ValueError: If an amount is negative or in an unknown unit, if the algorithm does not solve
+            such a problem, or, at the first evaluation, if it does not measure the metric.
 
     Examples:
         >>> import fedbilevel as fb
@@ -161,6 +249,8 @@ class Run:
         every: Amounts | None = None,
         target: float | None = None,
         evaluate_client: EvaluateClient | None = None,
+        metric: Metric | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.limits = dict(limits)
         self.every = dict(every or {"rounds": 1})
@@ -176,13 +266,26 @@ class Run:
         self.client_metrics: ClientMetrics | None = None
         if evaluate_client:
             self.client_metrics = ClientMetrics(evaluate_client, fed)
+        if metric is None and target is not None:
+            metric = TEST_ACCURACY
+        self.given_metric = metric
+        self.callbacks = list(callbacks)
         self.state = algorithm.init(fed.problem)
         self.good_state = self.state  # at the last evaluation that did not show a divergence
         self.history: list[Metrics] = []
+        self.evaluated: list[str] = []  # the names that `evaluate` returned last
         self.status = "completed"
         self.reason = ""
         self.after_iteration: Callable[[], None] = lambda: None
         self._stopping = False
+        self._finished_because = ""
+
+    @property
+    def metric(self) -> Metric:
+        """The metric that the run is judged by."""
+        if self.given_metric is not None:
+            return self.given_metric
+        return default_metric(self.history[0] if self.history else {})
 
     @property
     def result(self) -> Result:
@@ -190,7 +293,9 @@ class Run:
         state = self.good_state
         if self.status != "diverged" and is_finite(self.state):
             state = self.state
-        return Result(state.x, state.y, self.history, self.status, self.reason, self.fed)
+        return Result(
+            state.x, state.y, self.history, self.status, self.reason, self.fed, self.metric
+        )
 
     def spent(self) -> dict[str, float]:
         """Return what the run has cost so far, in every unit of `UNITS`."""
@@ -210,8 +315,18 @@ class Run:
             yield from self._evaluations()
 
     def _evaluations(self) -> Iterator[Metrics]:
+        try:
+            self._call_back(lambda callback: callback.on_start(self))
+            yield from self._iterations()
+        finally:
+            for callback in self.callbacks:
+                callback.on_end(self)
+
+    def _iterations(self) -> Iterator[Metrics]:
         if not self.history:
             yield self._measure()
+            self._after_evaluation()
+        self._end_if_asked()
         while self.status == "completed" and not self._is_finished():
             mark = self.fed.mark()
             state = self.state
@@ -230,13 +345,38 @@ class Run:
                 return
             if len(self.history) > evaluations:
                 yield self.history[-1]
+                self._after_evaluation()
             try:
                 self.after_iteration()
             except KeyboardInterrupt:
                 self._stopping = True
-            stopping = any(ranks.all_gather(self._stopping))
-            if stopping and self.status == "completed":
-                self._interrupt(f"after round {self.fed.ledger.rounds}")
+            self._call_back(lambda callback: callback.on_iteration(self))
+            self._end_if_asked()
+        if self.status == "completed" and self.history[-1]["iteration"] < self.fed.iteration:
+            yield self._measure()  # a callback has ended the run between two evaluations
+            self._after_evaluation()
+
+    def _after_evaluation(self) -> None:
+        self._call_back(lambda callback: callback.on_evaluation(self, self.history[-1]))
+
+    def _call_back(self, call: Callable[[Callback], None]) -> None:
+        """Call all callbacks; Ctrl-C meanwhile ends the run after the current iteration."""
+        try:
+            for callback in self.callbacks:
+                call(callback)
+        except KeyboardInterrupt:
+            self._stopping = True
+
+    def _end_if_asked(self) -> None:
+        """End the run if `stop` or `finish` was called, on any rank."""
+        stopping = any(ranks.all_gather(self._stopping))
+        reasons = [reason for reason in ranks.all_gather(self._finished_because) if reason]
+        if self.status != "completed":
+            return
+        if stopping:
+            self._interrupt(f"after round {self.fed.ledger.rounds}")
+        elif reasons:
+            self._finished_because = self.reason = reasons[0]
 
     def _iterate(self) -> None:
         """Run one iteration, and evaluate it if that is due."""
@@ -264,6 +404,14 @@ class Run:
         """End the run after the current iteration; a signal handler may call this."""
         self._stopping = True
 
+    def finish(self, reason: str) -> None:
+        """End the run as completed after the current iteration; a callback may call this.
+
+        Args:
+            reason: A sentence that says why.
+        """
+        self._finished_because = reason
+
     def _end(self, status: str, reason: str) -> None:
         self.status = status
         self.reason = reason
@@ -279,12 +427,16 @@ class Run:
         self._end("interrupted", reason)
 
     def _is_finished(self) -> bool:
-        """Whether a limit or the target accuracy is reached."""
+        """Whether a limit or the target is reached, or a callback has ended the run."""
         spent = self.spent()
         if any(spent[unit] >= limit for unit, limit in self.limits.items()):
             return True
-        accuracy = self.history[-1].get("test_accuracy", 0.0)
-        return self.target is not None and accuracy >= self.target
+        if self._finished_because:
+            return True
+        if self.target is None:
+            return False
+        value = self.history[-1].get(self.metric.name, math.nan)
+        return self.metric.is_reached(value, self.target)
 
     def _is_due(self, before: Amounts) -> bool:
         """Whether another multiple of `every` was reached since this much was spent."""
@@ -313,7 +465,9 @@ class Run:
         evaluate = self.evaluate
         if evaluate and not reason:
             try:
-                metrics |= ranks.on_first_rank(lambda: as_numbers("evaluate", evaluate(x, y)))
+                evaluated = ranks.on_first_rank(lambda: as_numbers("evaluate", evaluate(x, y)))
+                self.evaluated = list(evaluated)
+                metrics |= evaluated
             except UnsolvedError as error:
                 if not self.history:
                     raise
@@ -321,6 +475,11 @@ class Run:
         client_metrics = self.client_metrics
         if client_metrics and not reason:
             metrics |= ranks.on_first_rank(lambda: client_metrics(x, y))
+        if not self.history and not reason and self.metric.name not in metrics:
+            measured = ", ".join(sorted(metrics))
+            raise ValueError(
+                f"metric is {self.metric.name!r}, which is not measured; there are {measured}"
+            )
         self.history.append(metrics)
         if self.status == "completed" and reason:
             self._end("diverged", f"round {metrics['round']}: {reason}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fedbilevel import algorithms
 from fedbilevel.algorithms import Algorithm
@@ -12,12 +14,13 @@ from fedbilevel.core import checks, devices, ranks
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
+from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.clients import EvaluateClient
+from fedbilevel.runs.metric import Metric
 from fedbilevel.runs.run import Evaluate, Metrics, Result, Run
 from fedbilevel.runs.simulation import simulated_federation
 
-if TYPE_CHECKING:
-    from fedbilevel.runs.recorder import Recorder
+log = logging.getLogger("fedbilevel")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -58,6 +61,10 @@ def solve(
     evaluate: Evaluate | None = None,
     every: int = 1,
     evaluate_client: EvaluateClient | None = None,
+    metric: Metric | None = None,
+    callbacks: Sequence[Callback] = (),
+    track: str | Sequence[str] = (),
+    progress: bool | None = None,
 ) -> Result:
     """Solve a federated bilevel problem.
 
@@ -93,6 +100,13 @@ def solve(
             numbers by name. Their mean over clients is added to the metrics under that name, and
             what else is known of their distribution under "name_median", "name_worst", "name_p10"
             and "name_spread"; see `fedbilevel.runs.clients`.
+        metric: The metric that the run is judged by, such as `fb.Metric("rmse", "minimize")`; by
+            default the test accuracy if it is measured, else the upper loss.
+        callbacks: What is called after each iteration and each evaluation, such as
+            `fb.callbacks.EarlyStopping(patience=5)`.
+        track: Experiment trackers that get all metrics: "tensorboard", "mlflow", "wandb", or
+            several of them. They need the extra `track`.
+        progress: Whether to show a bar; by default on a terminal and in a notebook.
 
     Returns:
         The final x and y, the metrics of each evaluation, and how the run ended.
@@ -104,7 +118,8 @@ def solve(
         FileExistsError: If `out` holds a run and `resume` is false.
         ClientError: If a loss fails on a client's data; the message names the client.
         Interrupted: If the user presses Ctrl-C. It is a `KeyboardInterrupt`, and its `result` holds
-            x and y after the last finished iteration.
+            x and y after the last finished iteration. In a notebook, `solve` returns that result
+            instead, and the next `solve` of the same cell raises, so that a loop ends.
 
     Examples:
         >>> import fedbilevel as fb
@@ -120,6 +135,7 @@ def solve(
     """
     if resume and out is None:
         raise ValueError("resume is True but out is not given; out names the folder of the run")
+    _raise_in_interrupted_cell()
     if isinstance(algorithm, str):
         method = algorithms.get(algorithm)()
     else:
@@ -140,30 +156,83 @@ def solve(
         evaluate,
         {"rounds": every},
         evaluate_client=evaluate_client,
+        metric=metric,
+        callbacks=callbacks,
     )
-    evaluations: Iterable[Metrics] = run
+    folder = None
     if out is not None:
-        evaluations = _recorder(run, Path(out), resume)
+        folder = Path(out)
+    if track:
+        from fedbilevel.runs.track import trackers  # needs more packages than PyTorch
+
+        run.callbacks += trackers(track, folder, _description(run))
+    if progress is not False:
+        _add_progress(run, progress)
+    evaluations: Iterable[Metrics] = run
+    if folder is not None:
+        from fedbilevel.runs.recorder import Recorder  # needs more packages than PyTorch
+
+        evaluations = Recorder(run, folder, _description(run), resume)
     for _ in evaluations:
         pass
-    if run.status == "interrupted":
+    if run.status == "interrupted" and not _returns_in_notebook(run.result):
         raise Interrupted(run.result)
     return run.result
 
 
-def _recorder(run: Run, folder: Path, resume: bool) -> Recorder:
-    """Return a recorder for a run that was started from Python.
+def _add_progress(run: Run, wanted: bool | None) -> None:
+    """Add a bar if it is wanted, or if somebody may be looking."""
+    try:
+        from fedbilevel.runs.progress import ShowProgress, is_interactive
+    except ImportError:  # without rich, a simulation runs all the same
+        if wanted:
+            raise
+        return
+    if wanted or is_interactive():
+        run.callbacks.append(ShowProgress())
 
-    The losses of such a run are Python functions, so its config.toml describes it but cannot start
-    it again.
+
+# The notebook's cell, by its number, in which `solve` was interrupted last.
+_interrupted_cell: int | None = None
+
+
+def _current_cell() -> int | None:
+    """Return the number of the notebook's cell that is running, `None` outside of notebooks."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None:
+        return None
+    shell: Any = ipython.get_ipython()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    return int(shell.execution_count)
+
+
+def _returns_in_notebook(result: Result) -> bool:
+    """Whether an interrupted result is returned, because this is a notebook; it is said then."""
+    global _interrupted_cell
+    _interrupted_cell = _current_cell()
+    if _interrupted_cell is None:
+        return False
+    log.warning("%s; the result holds what is there", result.reason)
+    return True
+
+
+def _raise_in_interrupted_cell() -> None:
+    """End a loop of a notebook's cell in which an earlier `solve` was interrupted."""
+    if _interrupted_cell is not None and _interrupted_cell == _current_cell():
+        raise KeyboardInterrupt("an earlier solve of this cell was interrupted")
+
+
+def _description(run: Run) -> dict[str, object]:
+    """Describe a run that was started from Python, for config.toml.
+
+    The losses of such a run are Python functions, so its config.toml cannot start it again.
     """
-    from fedbilevel.runs.recorder import Recorder  # needs more packages than PyTorch
-
     fed = run.fed
     device = fed.device
     if ranks.size() > 1:
         device = device.split(":")[0]  # each rank has its own number
-    config = {
+    return {
         "title": "started from Python",
         "task": {"name": "python"},
         "algorithm": {"name": run.algorithm.name, **_settings_table(run.algorithm)},
@@ -174,7 +243,6 @@ def _recorder(run: Run, folder: Path, resume: bool) -> Recorder:
         "device": device,
         "runtime": dict(fed.runtime),
     }
-    return Recorder(run, folder, config, resume)
 
 
 def _settings_table(settings: object) -> dict[str, object]:

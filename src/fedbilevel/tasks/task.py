@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the names of the tasks are listed without importing PyTorch
     from fedbilevel.core.problem import ClientData, Problem
     from fedbilevel.core.tree import Tree
+    from fedbilevel.runs.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Task:
             such as `test_accuracy`.
         evaluate_client: `evaluate_client(x, y, client)` returns metrics of one client at its own x
             and y, on its own data; runs report how they are distributed over the clients.
+        metric: The one by which they are ranked; by default `test_accuracy` if `evaluate` returns
+            it, else the upper loss.
 
     Examples:
         >>> import fedbilevel as fb
@@ -35,3 +38,4 @@ class Task:
     clients: Sequence[ClientData]
     evaluate: Callable[[Tree, Tree], Mapping[str, float]] | None = None
     evaluate_client: Callable[[Tree, Tree, int], Mapping[str, float]] | None = None
+    metric: Metric | None = None

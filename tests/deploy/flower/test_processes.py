@@ -18,6 +18,7 @@ import pytest
 import tomli_w
 import torch
 
+from fedbilevel.cli import federation
 from fedbilevel.core.tree import flatten
 from fedbilevel.deploy.flower import client, keys, warm_node
 from fedbilevel.deploy.flower.deployment import (
@@ -301,6 +302,59 @@ def test_an_interrupted_run_leaves_a_folder_and_no_process(tmp_path: Path) -> No
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert summary["rounds"] >= 1
+
+
+def test_the_listing_of_the_docs_runs_as_printed_and_joins_end_with_the_study(
+    tmp_path: Path, key_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs/deploy.md").read_text("utf-8")
+    for name in ("study.py", "study.toml"):
+        (listing,) = re.findall(rf"^```\w+\n(# {name}\n.*?)^```", text, re.DOTALL | re.MULTILINE)
+        (tmp_path / name).write_text(listing, "utf-8")
+    port = free_port()
+    printed = re.findall(
+        r"^fedbilevel (serve study.toml.*?|join (?:.*\\\n)*.*)$", text, re.MULTILINE
+    )
+    serve, join = [line.replace("\\\n", " ").split() for line in printed]
+    serve = [{"keys": str(key_folder), "8000": str(port)}.get(word, word) for word in serve]
+    join = [word.replace("fl.example.org:8443", f"127.0.0.1:{port}") for word in join]
+    tool = [sys.executable, "-m", "fedbilevel.cli"]
+    server = subprocess.Popen([*tool, *serve, "--rounds", "2"], cwd=tmp_path)
+    clients = []
+    for partition in range(2):
+        hospital = tmp_path / f"hospital-{partition}"
+        hospital.mkdir()
+        shutil.copy(tmp_path / "study.py", hospital)
+        shutil.copy(key_folder / "ca.crt", hospital)
+        shutil.copy(key_folder / "clients" / f"client-{partition}", hospital / "client-0")
+        for side in ("train.pt", "val.pt"):
+            torch.save((torch.randn(40, 20), torch.randint(2, (40,)).float()), hospital / side)
+        words = [str(partition) if word == "0" else word for word in join]
+        clients.append(subprocess.Popen([*tool, *words], cwd=hospital, stdout=subprocess.PIPE))
+    try:
+        assert server.wait(180) == 0
+        for process in clients:
+            assert process.wait(60) == 0
+            assert process.stdout is not None
+            assert b"the study has ended: completed" in process.stdout.read()
+    finally:
+        for process in (*clients, server):
+            if process.poll() is None:
+                process.kill()
+            if process.stdout is not None:
+                process.stdout.close()
+    assert json.loads((tmp_path / "runs/study/summary.json").read_text())["status"] == "completed"
+
+
+def test_a_stock_supernode_ends_with_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
+    ended = tmp_path / "ended"
+    script = f"import pathlib, time; pathlib.Path({str(ended)!r}).touch(); time.sleep(60)"
+    before = time.monotonic()
+    federation._supervise([sys.executable, "-c", script], ended.exists)
+    assert time.monotonic() - before < 20
 
 
 def test_faults_are_survived_counted_and_logged(tmp_path: Path) -> None:

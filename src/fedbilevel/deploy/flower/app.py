@@ -14,7 +14,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel import configure_process
-from fedbilevel.deploy.flower.transport import flower_federation
+from fedbilevel.deploy.flower.client import ENDS
+from fedbilevel.deploy.flower.transport import FlowerTransport, flower_federation
 from fedbilevel.deploy.flower.warm_node import patch_flower_pull_backoff
 from fedbilevel.deploy.flower.wire import one_line
 from fedbilevel.experiments import config as configs
@@ -99,6 +100,8 @@ def run_experiment(grid: Grid, run_config: Mapping[str, object], folder: Path) -
     for _ in recorder:
         pass
     log.info("%s after %d rounds", run.status, fed.ledger.rounds)
+    if isinstance(fed.transport, FlowerTransport) and run.status in ENDS:
+        fed.transport.farewell(run.status)
     return run.status
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,6 +59,9 @@ from fedbilevel.runs import checkpoint
 T = TypeVar("T")
 
 NO_TASK = -1  # a number that no task has
+# The variable that names the file in which a node notes how the study has ended, and the ways.
+ENDED_FILE = "FEDBILEVEL_ENDED_FILE"
+ENDS = ("completed", "diverged")
 
 # Conditions of the simulator; a delay may name a file.
 SIMULATED = ("delay", "stragglers", "deadline", "faults")
@@ -161,7 +165,8 @@ class Worker:
         _check_conditions(table)
         self.node = node
         self.client = node.partition
-        self.config, task = _load(json.dumps(table), task_name, node.device, node.data_dir)
+        sent = {key: value for key, value in table.items() if key != "code"}  # a path of the server
+        self.config, task = _load(json.dumps(sent), task_name, node.device, node.data_dir)
         self.problem = task.problem.to(node.device)
         self.data = self._load_data(task)
         environment = self.config.environment
@@ -371,11 +376,11 @@ def worker_for(context: Context, message: Values) -> Worker:
 
 
 def _reply(
-    message: Message, context: Context, compute: Callable[[Worker, Values], Values]
+    message: Message, context: Context, compute: Callable[[Context, Values], Values]
 ) -> Message:
     try:
         values = decode(message.content)
-        reply = compute(worker_for(context, values), values)
+        reply = compute(context, values)
     except WireError as error:
         log.warning("message refused: %s", one_line(error))
         raise
@@ -414,19 +419,31 @@ def seal(
 app = ClientApp(mods=[seal])
 
 
+def _answer_query(context: Context, values: Values) -> Values:
+    """Answer a greeting, or note that the study has ended."""
+    if "ended" not in values:
+        return worker_for(context, values).hello()
+    with _blame_message():
+        status = checks.one_of("ended", values["ended"], ENDS)
+    log.info("the study has ended: %s", status)
+    if ENDED_FILE in os.environ:
+        Path(os.environ[ENDED_FILE]).write_text(status, "utf-8")
+    return {}
+
+
 @app.query()
 def hello(message: Message, context: Context) -> Message:
-    """Answer a greeting of the server; the handler of Flower's `query` messages."""
-    return _reply(message, context, lambda worker, _: worker.hello())
+    """Answer a greeting or a farewell; the handler of Flower's `query` messages."""
+    return _reply(message, context, _answer_query)
 
 
 @app.train()
 def task(message: Message, context: Context) -> Message:
     """Run a client task; the handler of Flower's `train` messages."""
-    return _reply(message, context, Worker.run)
+    return _reply(message, context, lambda c, values: worker_for(c, values).run(values))
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the losses; the handler of Flower's `evaluate` messages."""
-    return _reply(message, context, Worker.evaluate)
+    return _reply(message, context, lambda c, values: worker_for(c, values).evaluate(values))

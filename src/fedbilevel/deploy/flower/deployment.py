@@ -289,9 +289,10 @@ class Deployment:
         return self.start_process(f"client-{partition}", command)
 
     def check_processes(self) -> None:
-        """Raise a `DeploymentError` if a process that was started has ended."""
+        """Raise a `DeploymentError` if a process that was started has ended before the study."""
         for name, process in self.processes.items():
-            if process.poll() is not None:
+            ended_with_study = name.startswith("client-") and process.poll() == 0
+            if process.poll() is not None and not ended_with_study:
                 raise DeploymentError(f"{name} has ended: {self.last_log_line(name)}")
 
     def last_log_line(self, name: str) -> str:

@@ -43,6 +43,7 @@ from fedbilevel.federation.stages import Clip
 from fedbilevel.federation.task import Task
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Report, Transport
 
+FAREWELL_S = 15.0  # in which nodes hear that the study has ended; a stock SuperNode needs 5 to 10
 MIN_TTL_S = 0.1  # of a message; Flower refuses a time to live that is not positive
 
 
@@ -278,6 +279,25 @@ class FlowerTransport(Transport):
         """Return p_i of each client; waits for the clients, whose samples they may depend on."""
         self._wait_for_start()
         return self._client_weights
+
+    def farewell(self, status: str) -> None:
+        """Tell the nodes that are present that the study has ended, so that `join` ends.
+
+        A node that is not reached in time goes on waiting; nothing else depends on it.
+
+        Args:
+            status: "completed" or "diverged".
+        """
+        give_up_at = time.monotonic() + min(self.conduct.deadline_s, FAREWELL_S)
+        unanswered = []
+        for node in self.members.node_of.values():
+            content = encode(job=self.job, ended=status)
+            message_id = self.grid.push(Message(content, node, "query", ttl=FAREWELL_S))
+            if message_id is not None:
+                unanswered.append(message_id)
+        while unanswered and time.monotonic() < give_up_at:
+            unanswered = [name for name in unanswered if self.grid.pull(name) is None]
+            time.sleep(REPLY_POLL_S)
 
     def _wait_for_start(self) -> None:
         """Wait for `start_clients` clients, once, before the first round of this process."""

@@ -196,8 +196,9 @@ def run_node(
     app: ClientFunction,
     node_config: Mapping[str, str | int],
     connect_timeout_s: float = 60.0,
+    has_ended: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Answer messages until the process is ended; reconnect when the SuperLink was lost.
+    """Answer messages until the study has ended; reconnect when the SuperLink was lost.
 
     Args:
         settings: Where the SuperLink is.
@@ -205,6 +206,7 @@ def run_node(
         node_config: What `app` finds in `context.node_config`.
         connect_timeout_s: Seconds in which the first connection must succeed. The SuperLink refuses
             a node that was killed and restarted until its old session has expired, about 20 s.
+        has_ended: Whether the study has ended; by default it never does.
 
     Raises:
         RefusedError: The first connection did not succeed in time, or cannot succeed.
@@ -223,9 +225,10 @@ def run_node(
                 was_connected = True
                 logged_reason = ""
                 log.info("connected to %s as node %d", settings.address, node.node_id)
-                while True:
+                while not has_ended():
                     if not _answer_next_message(client, node, app, node_config):
                         time.sleep(MESSAGE_POLL_S)
+            return
         except (httpx.HTTPError, RefusedError) as error:
             reason = _describe(error)
             hopeless = _is_permanent(error, keyless) or time.monotonic() > give_up_at

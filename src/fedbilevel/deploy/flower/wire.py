@@ -25,6 +25,7 @@ These are all messages, by Flower's message type:
 | type | server to client | client to server |
 | --- | --- | --- |
 | `query`, a greeting | `job`, `table` | `client`, `samples` |
+| `query`, a farewell | `job`, `ended` | |
 | `train`, a client task | `job`, `table`, `phase`, `number`, `steps`, `key`, `round`, \
 `iteration`, `kept`, `shared`, `kinds`, `each` | `number`, `values`, `cost` |
 | `evaluate`, the losses | `job`, `table`, `x`, `y`, `share` | `client`, `upper`, `lower` |
@@ -33,6 +34,7 @@ These are all messages, by Flower's message type:
 | --- | --- |
 | `job` | name of the run, hexadecimal; the client stores its memory under it |
 | `table` | the experiment, as nested tables |
+| `ended` | how the study has ended, "completed" or "diverged" |
 | `client`, `samples` | index of the client; the sizes of its training and validation data |
 | `phase` | registered name and fields of the phase; never code |
 | `number`, `key` | number of the client task, which its reply repeats; root of its random draws |
