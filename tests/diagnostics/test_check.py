@@ -166,3 +166,28 @@ def test_a_private_lower_level_is_refused():
     sentence = "check needs lower_level='shared'; this problem's is 'private'"
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         fb.check(private, task.clients)
+
+
+def test_every_figure_says_where_it_was_measured() -> None:
+    """The curvature falls from 3 at the start to 1 at y*; a single client has 1.4 there."""
+
+    def lower(x: fb.Tree, y: fb.Tree, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        offset = y["y"] - 3 * x["x"]
+        return (batch[0].mean() * 0.5 * offset**2 + 0.1 * offset**4).sum()
+
+    def upper(x: fb.Tree, y: fb.Tree, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return ((y["y"] - 1) ** 2).sum() + 0 * batch[0].sum()
+
+    one = torch.ones(2, dtype=torch.float64)
+    clients = [fb.ClientData((scale * one,), (one,)) for scale in (0.6, 1.4)]
+    problem = fb.Problem(upper, lower, {"x": one.clone()}, {"y": 0 * one})
+    report = fb.check(problem, clients)
+    rows = {quantity: (value, place, verdict) for quantity, value, place, verdict in report.rows}
+    assert rows["L, largest curvature of the lower level"][:2] == ("11.8", "initial y")
+    single = rows["largest curvature on a single client"]
+    assert single == ("1.4", "y*", "1 for all clients together")
+    assert rows["clients' lower gradients apart"][1] == "initial y"
+    assert "largest curvature on a single client: 1.4 at y* (1 for all clients together)" in str(
+        report
+    )
+    assert "L, largest curvature of the lower level: 11.8 at the initial y" in str(report)

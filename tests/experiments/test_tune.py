@@ -15,6 +15,7 @@ from fedbilevel.experiments.tune import (
     Trial,
     check_tunable,
     draw_scales,
+    edge_warnings,
     scale_step_sizes,
     scales_between,
     step_size_level,
@@ -137,3 +138,13 @@ def test_no_trial_is_repeated() -> None:
     }
     trials = [trial(k, *scales, loss) for k, (scales, loss) in enumerate(losses.items())]
     assert draw_scales(trials, 0, 7) not in losses
+
+
+def test_a_best_trial_on_the_edge_of_the_box_is_warned_of() -> None:
+    best = {"inside": trial(1, 2.0, 9.0, 0.5), "edge": trial(2, 0.1, 9.8, 0.5)}
+    warnings = edge_warnings(best)
+    assert [warning.split(",")[0] for warning in warnings] == [
+        "edge: the best scale of x is 0.1",
+        "edge: the best scale of y is 9.8",
+    ]
+    assert "(0.1 to 10)" in warnings[0]

@@ -1,5 +1,6 @@
 """The page: its contents, and its behaviour in a real browser."""
 
+import csv
 import json
 import shutil
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
+import fedbilevel as fb
 from fedbilevel import report
 from fedbilevel.report._page import page
 from fedbilevel.runs import folder
@@ -54,6 +56,14 @@ def test_runs_without_accuracy_have_no_columns_about_it() -> None:
     assert "Final upper loss" in html
     assert "Final accuracy" not in html
     assert 'id="test_accuracy"' not in html
+
+
+def test_it_says_when_where_and_how_it_was_written(tmp_path: Path) -> None:
+    html = page([run_with(0, [0, 1], [0.1, 0.2])], "fedbilevel compare a.toml --seeds '<3>'")
+    line = next(line for line in html.splitlines() if line.startswith("<footer>"))
+    assert f"by fedbilevel {fb.__version__} (Python 3." in line
+    assert "UTC" in line
+    assert " cores: fedbilevel compare a.toml --seeds &#39;&lt;3&gt;&#39;" in line
 
 
 def test_costs_that_older_runs_do_not_have_are_left_out(tmp_path: Path) -> None:
@@ -195,6 +205,86 @@ def test_a_chart_can_be_saved_as_an_image(opened: Page) -> None:
     with opened.expect_download() as download:
         opened.locator("#test_accuracy .modebar-btn").first.click()
     assert download.value.path().read_bytes().startswith(b"\x89PNG")
+
+
+def vertical_range(tab: Page, chart: str) -> list[float]:
+    return tab.evaluate(f"document.getElementById('{chart}').layout.yaxis.range")  # type: ignore[no-any-return]
+
+
+def test_any_metric_can_be_shown_on_a_scale_of_its_own(opened: Page) -> None:
+    assert opened.locator("#lower_loss:visible").count() == 0
+    opened.get_by_role("checkbox", name="Lower loss").check()
+    expect(opened.locator("#lower_loss .ytitle")).to_have_text("Lower loss")
+    opened.get_by_role("checkbox", name="Test accuracy").uncheck()
+    assert opened.locator("#test_accuracy:visible").count() == 0
+    assert opened.locator("#upper_loss .legendtext").count() == 8  # the first chart has the legend
+    axis = "document.getElementById('lower_loss').layout.yaxis.type"
+    before = opened.evaluate(axis)
+    opened.get_by_text("logarithmic", exact=True).click()
+    assert opened.evaluate(axis) == "log"
+    opened.get_by_text("linear", exact=True).click()
+    assert opened.evaluate(axis) in (None, "linear")
+    assert before != opened.evaluate(axis) or before in (None, "linear")
+
+
+def test_the_vertical_range_is_that_of_the_curves_that_are_shown(opened: Page) -> None:
+    low, high = vertical_range(opened, "test_accuracy")
+    assert 0 < low < 0.1
+    assert 0.98 < high < 1.05
+    for label in ("fedbio", "fedbioacc", "fednest", "fedmbo", "simfbo", "shrofbo", "fedmsa"):
+        opened.get_by_role("checkbox", name=label, exact=True).uncheck()
+    assert vertical_range(opened, "test_accuracy")[1] < high
+
+
+def test_smoothing_and_single_seeds_change_the_curves(opened: Page) -> None:
+    values = "Array.from(document.getElementById('hypergradient_norm').data[2].y)"
+    lines = count_lines(opened, "upper_loss")
+    rough = opened.evaluate(values)
+    slider = opened.locator("[name=smoothing]")
+    slider.focus()
+    for _ in range(5):
+        opened.keyboard.press("ArrowRight")
+    smooth = opened.evaluate(values)
+    assert smooth[0] == rough[0]
+    middle = sum(rough[15:26]) / 11
+    assert smooth[20] == pytest.approx(middle)
+    opened.get_by_role("checkbox", name="Single seeds").check()
+    assert count_lines(opened, "upper_loss") == lines // 3 * 4  # 3 seeds and the mean, no band
+    traces = opened.evaluate("document.getElementById('upper_loss').data.length")
+    assert traces == 8 * 4
+
+
+def test_a_heading_sorts_its_table_both_ways(opened: Page) -> None:
+    table = opened.locator("[data-axis]:visible table")
+    names = table.locator("tbody th.name")
+    ranked = names.all_text_contents()
+    heading = table.get_by_role("button", name="Final upper loss")
+    heading.click()
+    column = "document.querySelector('[data-axis]:not([hidden]) tbody').rows"
+    losses = f"Array.from({column}, (row) => Number(row.cells[4].dataset.value))"
+    assert opened.evaluate(losses) == sorted(opened.evaluate(losses))
+    heading.click()
+    assert opened.evaluate(losses) == sorted(opened.evaluate(losses), reverse=True)
+    table.get_by_role("button", name="#").click()
+    assert names.all_text_contents() == ranked
+
+
+def test_curves_are_saved_as_csv_and_a_chart_as_svg(opened: Page) -> None:
+    opened.get_by_role("checkbox", name="fednest").uncheck()
+    with opened.expect_download() as download:
+        opened.get_by_role("button", name="Save as CSV").click()
+    head, *rows = list(csv.reader(download.value.path().read_text().splitlines()))
+    assert head == ["curve", "metric", "Communication rounds", "mean", "low", "high"]
+    assert {row[0] for row in rows} >= {"fedbio", HOSTILE}
+    assert "fednest" not in {row[0] for row in rows}
+    assert {row[1] for row in rows} == {"test_accuracy", "upper_loss", "hypergradient_norm"}
+    for *_, mean, low, high in rows:
+        assert float(low) <= float(mean) * (1 + 1e-6)
+        assert float(mean) <= float(high) * (1 + 1e-6)
+    opened.locator("#test_accuracy").hover()
+    with opened.expect_download() as download:
+        opened.locator("#test_accuracy [data-title='Save as SVG']").click()
+    assert download.value.path().read_bytes().startswith(b"<svg")
 
 
 def test_hostile_names_are_shown_as_text(opened: Page) -> None:
