@@ -229,6 +229,21 @@ TABLES: dict[str, Table] = {
         ],
         TABLE2,
     ),
+    "aggitd-indirect": Table(
+        ["outer iteration"],
+        [
+            Row((str(iteration),), [f"aggitd-indirect/iteration {iteration}"])
+            for iteration in (0, 10, 50, 100, 200)
+        ],
+        {
+            "accuracy": final(),
+            "estimated indirect / direct": final_number("estimated_by_direct", 4),
+            "true indirect / direct": final_number("true_by_direct", 1),
+            "estimated / true indirect": final_number("estimated_by_true", 4),
+            "cosine of the step with the true hypergradient": final_number("cosine_step"),
+            "of the direct term alone": final_number("cosine_direct"),
+        },
+    ),
     "aggitd-fig3": Table(
         ["C", "method"],
         participation_rows(),
