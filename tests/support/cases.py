@@ -473,6 +473,84 @@ def masked_cost(steps: Sequence[int], x: int, y: int) -> Counts:
     return 1, sent + sent // 8, sent, sum(steps)
 
 
+def ditto(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) -> Pair:
+    return fedavg(m, {**h, "server_lr": 1.0}, steps, iterations, draw)
+
+
+def ditto_cost(steps: Sequence[int], x: int, y: int) -> Counts:
+    """As FedAvg, with the gradients of two models."""
+    sent = len(steps) * (x + y)
+    return 1, sent, sent, 2 * sum(steps)
+
+
+def pfedme(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) -> Pair:
+    A, B, c, *_ = m
+    x, y = start_xy(m)
+    own = y
+    for _ in range(iterations):
+        w = y
+        for _ in range(steps):
+            for _ in range(h["personal_steps"]):
+                own = own - h["personal_lr"] * (A @ own - B @ x - c + h["pull"] * (own - w))
+            w = w - h["lr_y"] * h["pull"] * (w - own)
+        y = y + h["server_lr"] * (w - y)
+    return x, y
+
+
+def pfedme_cost(steps: Sequence[int], x: int, y: int) -> Counts:
+    """As FedAvg, with K = 5 gradients per local step."""
+    sent = len(steps) * (x + y)
+    return 1, sent, sent, 5 * sum(steps)
+
+
+def goal_of_pfedme(task: Any, h: Settings) -> Pair:
+    """x = 0, and the y where the mean of y - (A_i + lambda)^-1 (c_i + lambda y) is 0."""
+    parts = client_means(task)
+    size = len(parts[0][2])
+
+    def gap(y: Tensor) -> Tensor:
+        proximal = []
+        for A, _, c, *_ in parts:
+            matrix = A + h["pull"] * torch.eye(size).double()
+            proximal.append(torch.linalg.solve(matrix, c + h["pull"] * y))
+        return y - torch.stack(proximal).mean(0)
+
+    return task.problem.x["x"], zero_of(gap, size)
+
+
+def perfedavg(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) -> Pair:
+    A, B, c, *_ = m
+    x, y = start_xy(m)
+    for _ in range(iterations * steps):
+        adapted = y - h["inner_lr"] * (A @ y - B @ x - c)
+        d = A @ adapted - B @ x - c
+        if h["second_order"] == "differences":
+            d = d - h["inner_lr"] * A @ d
+        y = y - h["lr_y"] * d
+    return x, y
+
+
+def perfedavg_cost(steps: Sequence[int], x: int, y: int) -> Counts:
+    """As FedAvg; 4 gradients per local step, and 1 in the first for the model that is kept."""
+    sent = len(steps) * (x + y)
+    return 1, sent, sent, 4 * sum(steps) + len(steps)
+
+
+def goal_of_perfedavg(task: Any, h: Settings) -> Pair:
+    """x = 0, and the y where the mean of (I - a A_i)^2 (A_i y - c_i) is 0."""
+    parts = client_means(task)
+    size = len(parts[0][2])
+
+    def slope(y: Tensor) -> Tensor:
+        slopes = []
+        for A, _, c, *_ in parts:
+            factor = torch.eye(size).double() - h["inner_lr"] * A
+            slopes.append(factor @ factor @ (A @ y - c))
+        return torch.stack(slopes).mean(0)
+
+    return task.problem.x["x"], zero_of(slope, size)
+
+
 def adapted_gradients(m: Matrices, h: Settings, x: Tensor, y: Tensor) -> Pair:
     """MAML with one inner step, of size a.
 
@@ -881,6 +959,40 @@ CASES = {
     # Differences are exact on quadratics.
     "rafbo": Case(_RABO | {"width": 1.0}, rabo, rabo_cost, goal=goal_with_one_term_less),
     "fedavg": _FEDAVG,
+    "ditto": Case(
+        {"lr_x": 0.1, "lr_y": 0.4, "pull": 0.5, "train": "y"},
+        ditto,
+        ditto_cost,
+        rounds=150,
+        goal=_start_of_x,
+    ),
+    "pfedme": Case(
+        {
+            "lr_x": 0.1,
+            "lr_y": 0.5,
+            "pull": 1.0,
+            "personal_lr": 0.4,
+            "personal_steps": 5,
+            "server_lr": 0.9,
+            "train": "y",
+        },
+        pfedme,
+        pfedme_cost,
+        goal=goal_of_pfedme,
+    ),
+    "per-fedavg": Case(
+        {
+            "lr_x": 0.1,
+            "lr_y": 0.5,
+            "inner_lr": 0.3,
+            "second_order": "differences",
+            "width": 1.0,  # differences are exact on quadratics
+            "train": "y",
+        },
+        perfedavg,
+        perfedavg_cost,
+        goal=goal_of_perfedavg,
+    ),
     # Quadratics have nothing to cut, and methods on submodels are FedAvg there.
     "static": _FEDAVG,
     "fedrolex": _FEDAVG,

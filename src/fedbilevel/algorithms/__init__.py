@@ -12,11 +12,15 @@ from fedbilevel.algorithms.afl import AFL
 from fedbilevel.algorithms.aggitd import AggITD
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO
 from fedbilevel.algorithms.base import Algorithm, State
+from fedbilevel.algorithms.ditto import Ditto
 from fedbilevel.algorithms.f2sa import F2SA
 from fedbilevel.algorithms.fedavg import FedAvg
+from fedbilevel.algorithms.fedbabu import FedBABU
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
 from fedbilevel.algorithms.fedmbo import FedMBO
 from fedbilevel.algorithms.fednest import FedNest, LFedNest
+from fedbilevel.algorithms.fedper import FedPer
+from fedbilevel.algorithms.fedrep import FedRep
 from fedbilevel.algorithms.fedrolex import FedRolex
 from fedbilevel.algorithms.fiarse import FIARSE, FIARSEStructured
 from fedbilevel.algorithms.heterofl import HeteroFL
@@ -25,6 +29,8 @@ from fedbilevel.algorithms.maml import MAML
 from fedbilevel.algorithms.mefbo import MeFBO
 from fedbilevel.algorithms.memfbo import MemFBO
 from fedbilevel.algorithms.oap import OAP, OAPStructured
+from fedbilevel.algorithms.perfedavg import PerFedAvg
+from fedbilevel.algorithms.pfedme import PFedMe
 from fedbilevel.algorithms.protonet import ProtoNet
 from fedbilevel.algorithms.rabo import RABO, RAFBO
 from fedbilevel.algorithms.registry import get, names, register
@@ -49,12 +55,16 @@ __all__ = [
     "AdaFBiO",
     "AggITD",
     "Algorithm",
+    "Ditto",
     "FIARSEStructured",
     "FedAvg",
+    "FedBABU",
     "FedBiO",
     "FedBiOAcc",
     "FedMBO",
     "FedNest",
+    "FedPer",
+    "FedRep",
     "FedRolex",
     "HeteroFL",
     "LFedNest",
@@ -65,6 +75,8 @@ __all__ = [
     "Message",
     "Number",
     "OAPStructured",
+    "PFedMe",
+    "PerFedAvg",
     "Phase",
     "ProtoNet",
     "ShroFBO",

@@ -101,6 +101,22 @@ class Algorithm(ABC):
                 f"owner leaves {min(names - owned)!r} to the server; simfbo takes both"
             )
 
+    def check_own_y(self, problem: Problem) -> None:
+        """Refuse a problem whose y does not belong to the clients.
+
+        Args:
+            problem: The problem to solve.
+
+        Raises:
+            ValueError: The server owns y or a part of it.
+        """
+        if not problem.client_names >= problem.y.keys():
+            shared = min(problem.y.keys() - problem.client_names)
+            raise ValueError(
+                f"{self.name} learns a y for every client, but this problem's owner leaves "
+                f"{shared!r} to the server; all of y must belong to the clients"
+            )
+
     @abstractmethod
     def init(self, problem: Problem) -> Any:
         """Return the state before the first iteration.

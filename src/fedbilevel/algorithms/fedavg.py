@@ -46,6 +46,15 @@ class Local(NamedTuple):
     part: Part
 
 
+def gradients_of(
+    oracle: Oracle, x: Tree, y: Tree, batch: Batch, train: Literal["both", "y"]
+) -> tuple[Tree, Tree]:
+    """Return the gradients of the lower loss; 0 in x if only y is trained."""
+    if train == "y":
+        return zeros_like(x), oracle.lower_gradient_y(x, y, batch)
+    return oracle.lower_gradients(x, y, batch)
+
+
 class Training(Phase):
     """The gradient step that training on batches and on episodes share.
 
@@ -82,9 +91,7 @@ class Train(Training):
         """Take one step on the lower loss of a batch."""
 
         def gradients(x: Tree, y: Tree) -> tuple[Tree, Tree]:
-            if self.train == "y":
-                return zeros_like(x), oracle.lower_gradient_y(x, y, batch)
-            return oracle.lower_gradients(x, y, batch)
+            return gradients_of(oracle, x, y, batch, self.train)
 
         x, y = self.descend(gradients, c.x, c.y, c.part)
         return c._replace(x=oracle.project_x(x), y=y)

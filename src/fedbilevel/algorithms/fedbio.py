@@ -196,6 +196,10 @@ class Begin(Phase):
         """Reply with the directions, as momenta."""
         return {"mx": d.x, "my": d.y, "mz": d.z}
 
+    def own(self, d: Directions) -> dict[str, Tree]:
+        """Keep the momenta of what the client owns."""
+        return {"my": d.y, "mz": d.z}
+
 
 class DescendStorm(Descend):
     """I moves along the momenta, which are renewed between them.
@@ -259,16 +263,20 @@ class Renew(Phase):
         momenta = Directions(**m.memory["m"])
         return RenewLocal(State(m.x, m.y, m.z), before, momenta, Directions(**m.memory["sent"]))
 
-    def step(self, c: RenewLocal, oracle: Oracle, batch: Batch) -> Directions:
-        """Renew the momenta, and subtract those that the server sent."""
+    def step(self, c: RenewLocal, oracle: Oracle, batch: Batch) -> RenewLocal:
+        """Renew the momenta."""
         new = oracle.directions(*c.average, batch)
         old = oracle.directions(*c.before, batch)
-        m = storm(new, c.m, old, self.momentum_weight)
-        return Directions(*(now - then for now, then in zip(m, c.start_m, strict=True)))
+        return c._replace(m=Directions(*storm(new, c.m, old, self.momentum_weight)))
 
-    def finish(self, d: Directions) -> dict[str, Any]:
-        """Reply with the changes of the momenta, and empty the memory."""
+    def finish(self, c: RenewLocal) -> dict[str, Any]:
+        """Reply with the changes of the momenta since they were sent, and empty the memory."""
+        d = Directions(*(now - then for now, then in zip(c.m, c.start_m, strict=True)))
         return {"dmx": d.x, "dmy": d.y, "dmz": d.z, "memory": {}}
+
+    def own(self, c: RenewLocal) -> dict[str, Tree]:
+        """Keep the momenta of what the client owns."""
+        return {"my": c.m.y, "mz": c.m.z}
 
 
 @register("fedbioacc")
@@ -290,13 +298,19 @@ class FedBiOAcc(FedBiO):
     momenta: at the averaged point, with their own last point as the old one. These momenta are
     averaged too, which is the second exchange.
 
+    Where y belongs to the clients (`Problem.owner`) it is the paper's form for local lower-level
+    problems, FedBiOAcc-Local: y_i, z_i and their momenta stay with the client, and only x and mx
+    are averaged.
+
     Cost per iteration: two rounds, one more in the first iteration for the first momenta. Gradients
     per client: 6 per local step, and 3 once for the first momenta. Down: x, y, z and their momenta,
     then x, y, z. Up: the displacements of x, y and z, then the changes of the momenta.
 
     Departures from print: those of `FedBiO`. The paper's decreasing alpha_t is a schedule of lr_x,
     lr_y and lr_z, and w, its c alpha_t^2, is one number. Momenta start at the mean full-batch
-    directions, which takes a round.
+    directions, which takes a round; a client's own momenta start so in the first cohort, and at 0
+    elsewhere. The paper's local form, as recalled, estimates each hypergradient by a Neumann
+    series; here z_i solves the same system along the way.
 
     References:
         Li, Huang and Huang, "Communication-Efficient Federated Bilevel Optimization with Global
@@ -320,7 +334,7 @@ class FedBiOAcc(FedBiO):
         True
     """
 
-    client_levels = ()
+    client_levels: ClassVar[ClientLevels] = ("y",)
 
     momentum_weight: Fraction = 0.25
 

@@ -316,15 +316,16 @@ class Problem:
         Args:
             level: "x" or "y".
             server: The server's part.
-            client: The client's part; what it lacks is taken from the start.
+            client: The client's part, or more, which is then taken instead of the server's; what
+                nobody has is taken from the start.
 
         Returns:
             A tree with the names of the level, in their order.
         """
         whole = vars(self)[level]
-        if not self.client_names:
+        if not client and not self.client_names:
             return Tree(server)
-        return Tree({n: server[n] if n in server else client.get(n, whole[n]) for n in whole})
+        return Tree({n: client[n] if n in client else server.get(n, whole[n]) for n in whole})
 
     def client_point(
         self, x: Tree, y: Tree, own: Mapping[str, Mapping[str, Tensor]]

@@ -69,7 +69,7 @@ class Executor(ABC):
         """Return how many samples a client holds on one side: for training or for validation."""
 
     def own(self, client: int) -> Mapping[str, Tree]:
-        """Return what a client has kept of the variables that it owns, by name in messages."""
+        """Return what a client has of a model for itself, by name in messages."""
         return {}
 
     def mark(self) -> Mark:

@@ -415,6 +415,18 @@ def stage_memory(memory: Memory) -> Memory:
     return memory.get(STAGES, {})  # type: ignore[no-any-return]
 
 
+def personal_values(memory: Memory) -> dict[str, Tree]:
+    """Return what a client has of a model for itself: its own variables, or a whole model.
+
+    Args:
+        memory: The memory of the client.
+
+    Returns:
+        Trees by name in messages, such as "y".
+    """
+    return {**memory.get("personal", {}), **memory.get(OWN, {})}
+
+
 def own_values(memory: Memory, kinds: Mapping[str, Kind], problem: Problem) -> dict[str, Tree]:
     """Return a client's part of the values of a message, as the client has kept it.
 
@@ -484,8 +496,8 @@ def finish_task(phase: Phase, carry: Carry, broadcast: Broadcast, problem: Probl
             reply[name] = problem.server_part(reply[name])
     kept = {}
     for name, value in phase.own(carry).items():
-        if name in broadcast.client_kinds:
-            kept[name] = problem.client_part(value)
+        if part := problem.client_part(value):
+            kept[name] = part
     return {**reply, OWN: kept}
 
 

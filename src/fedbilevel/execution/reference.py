@@ -29,6 +29,7 @@ from fedbilevel.execution.memories import (
     finish_task,
     join_message,
     own_values,
+    personal_values,
     phase_memory,
     pop_memory,
     renew,
@@ -223,9 +224,8 @@ class ReferenceExecutor(Executor):
         return self.problem.validated(self.clients[client]).size(side)
 
     def own(self, client: int) -> dict[str, Tree]:
-        """Return what a client has kept of the variables that it owns."""
-        own: dict[str, Tree] = self.memories.get(client, {}).get(OWN, {})
-        return own
+        """Return what a client has of a model for itself."""
+        return personal_values(self.memories.get(client, {}))
 
     def mark(self) -> Mark:
         """Mark what clients remember now."""

@@ -493,7 +493,8 @@ class Federation:
     def personal(self, client: int, x: Tree, y: Tree) -> tuple[Tree, Tree]:
         """The whole x and y of one client: the server's part and the client's own.
 
-        It reads what a client has kept for itself. It is for evaluation and export; no algorithm
+        A method for personal models may keep a whole model with each client; then it is that. It
+        reads what a client has kept for itself. It is for evaluation and export; no algorithm
         may use it.
 
         Args:
@@ -506,7 +507,7 @@ class Federation:
 
         Raises:
             ValueError: There is no such client.
-            LookupError: The client is on another machine, which alone has its variables.
+            LookupError: The client is on another machine, which alone has its model.
 
         Examples:
             >>> import dataclasses
@@ -521,8 +522,7 @@ class Federation:
             dict_keys(['y'])
         """
         checks.integer("client", client, least=0, most=len(self) - 1)
-        own = self.transport.own(client) if self.problem.client_names else {}
-        return self.problem.client_point(x, y, own)
+        return self.problem.client_point(x, y, self.transport.own(client))
 
     def record(self, **values: float | Tensor) -> None:
         """Record numbers of an algorithm for the metrics.

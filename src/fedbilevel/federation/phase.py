@@ -112,7 +112,8 @@ class Phase(FrozenDataclass, ABC):
     A client keeps nothing between its tasks unless the phase sets `remembers`. Then `finish` adds
     "memory" to the reply: a dict of trees and tensors that stays with the client and is not sent.
     The client's next task of a phase that remembers finds it in `message.memory`, which is empty at
-    first and after `{}` was returned.
+    first and after `{}` was returned. An entry `"personal"` with an "x" and a "y" is the client's
+    own model, which evaluation and export read in place of the server's.
 
     Variables that belong to the clients (`Problem.owner`) need no memory of a phase. Every value of
     a message that is shaped like x or y arrives whole: the server's part was sent, the client's
@@ -232,7 +233,7 @@ class Phase(FrozenDataclass, ABC):
         """
 
     def own(self, carry: Carry) -> dict[str, Tree]:
-        """Return what the client keeps of the variables that it owns, by name in the message.
+        """Return what the client keeps of the variables that it owns, by name in messages.
 
         It is called only where clients own variables, and only the parts that belong to the client
         are kept. Names that are not returned keep their values; by default all do.
@@ -241,7 +242,7 @@ class Phase(FrozenDataclass, ABC):
             carry: What the last step returned.
 
         Returns:
-            Trees like x or y, for names of the message.
+            Trees like x or y.
         """
         return {}
 

@@ -169,7 +169,7 @@ class Transport(ABC):
         """
 
     def own(self, client: int) -> Mapping[str, Tree]:
-        """What a client has kept of the variables that it owns, where they can be read.
+        """What a client has of a model for itself, where it can be read: variables that it owns.
 
         Args:
             client: The client.
@@ -178,11 +178,9 @@ class Transport(ABC):
             The client's parts by name in messages, such as "y".
 
         Raises:
-            LookupError: The clients of this transport are elsewhere, and keep them for themselves.
+            LookupError: The clients of this transport are elsewhere, and keep it for themselves.
         """
-        raise LookupError(
-            f"the variables that client {client} owns are with it; its own machine can export them"
-        )
+        raise LookupError(f"the own model of client {client} is with it, on its own machine")
 
     def unavailable(self, needed: int, busy: Collection[int]) -> Collection[int]:
         """The clients that cannot be asked now; waits while too few can be.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedbilevel.core import checks
 from fedbilevel.core.tree import Tree, is_finite
-from fedbilevel.execution.memories import OWN, Memories, Memory
+from fedbilevel.execution.memories import Memories, Memory, personal_values
 from fedbilevel.runs import checkpoint, folder
 
 CACHE_BYTES = 2**26
@@ -58,15 +58,17 @@ class LoadedRun:
     def personal(self, client: int) -> tuple[Tree, Tree]:
         """Return the whole x and y of one client: those of `x` and `y`, and what the client owns.
 
+        Of a method for personal models, such as `Ditto`, it is the client's own model.
+
         Args:
             client: The client.
 
         Returns:
-            x and y. Where every variable belongs to the server they are those of the run.
+            x and y. Where nothing belongs to the client they are those of the run.
 
         Raises:
             ValueError: There is no such client.
-            LookupError: The clients were on other machines, which alone have their variables.
+            LookupError: The clients were on other machines, which alone have their models.
 
         Examples:
             >>> import dataclasses
@@ -81,17 +83,13 @@ class LoadedRun:
             True
         """
         checks.integer("client", client, least=0, most=self.clients - 1)
-        if not any(self.client_start.values()):
-            return self.x, self.y
         if self.own is None:
-            raise LookupError(
-                f"the variables that client {client} owns are with it; its own machine has them"
-            )
-        kept = self.own.get(client, {}).get(OWN, {})
-        parts = {
-            level: {**start, **kept.get(level, {})} for level, start in self.client_start.items()
-        }
-        return Tree({**self.x, **parts["x"]}), Tree({**self.y, **parts["y"]})
+            raise LookupError(f"the own model of client {client} is with it, on its own machine")
+        kept = personal_values(self.own.get(client, {}))
+        own = {}
+        for level, start in self.client_start.items():
+            own[level] = {**start, **kept.get(level, {})}
+        return Tree({**self.x, **own["x"]}), Tree({**self.y, **own["y"]})
 
     def state_dict(self, client: int | None = None) -> dict[str, Tensor]:
         """Return x and y together, under the names of the module from which they were split.

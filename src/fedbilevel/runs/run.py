@@ -82,15 +82,17 @@ class Result:
     def personal(self, client: int) -> tuple[Tree, Tree]:
         """Return the whole x and y of one client: those of `x` and `y`, and what the client owns.
 
+        Of a method for personal models, such as `Ditto`, it is the client's own model.
+
         Args:
             client: The client.
 
         Returns:
-            x and y. Where every variable belongs to the server they are those of the result.
+            x and y. Where nothing belongs to the client they are those of the result.
 
         Raises:
             ValueError: There is no such client.
-            LookupError: The client is on another machine, which alone has its variables.
+            LookupError: The client is on another machine, which alone has its model.
 
         Examples:
             >>> import dataclasses

@@ -255,7 +255,7 @@ class VirtualClock(Transport):
         return broadcast.phase.summed
 
     def own(self, client: int) -> Mapping[str, Tree]:
-        """What a client has kept of the variables that it owns."""
+        """What a client has of a model for itself."""
         return self.executor.own(client)
 
     @contextmanager

@@ -75,7 +75,7 @@ def test_nodes_compute_as_a_simulation_and_send_nothing_of_their_own(
     losses = simulated.fed.transport.losses(*run.state[:2])
     measured = fed.transport.losses(*run.state[:2])
     assert measured == pytest.approx(losses, abs=1e-12)
-    with pytest.raises(LookupError, match="client 1 owns are with it"):
+    with pytest.raises(LookupError, match="the own model of client 1 is with it"):
         run.result.personal(1)
 
 

@@ -25,6 +25,7 @@ from fedbilevel.execution.memories import (
     Memories,
     Memory,
     own_values,
+    personal_values,
     phase_memory,
     pop_memory,
     renew,
@@ -346,9 +347,8 @@ class StackedExecutor(Executor):
             self.memories[task.client] = renew(memory, phases=of_phases, own=_cloned_entry(own, j))
 
     def own(self, client: int) -> dict[str, Tree]:
-        """Return what a client has kept of the variables that it owns."""
-        own: dict[str, Tree] = self.memories.get(client, {}).get(OWN, {})
-        return own
+        """Return what a client has of a model for itself."""
+        return personal_values(self.memories.get(client, {}))
 
     def _check_replies(self, results: Results) -> None:
         """Refuse replies that have not the names and shapes that their phase declares.
