@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,8 @@ from benchmarks.fused import network_problem
 from benchmarks.measure import Row, describe, peak_megabytes, seconds
 from fedbilevel.algorithms.simfbo import Descend, SimFBO
 from fedbilevel.core.rng import fold_in, normal, root
+from fedbilevel.core.tree import zeros_like
+from fedbilevel.execution.memories import OWN, Memory
 from fedbilevel.federation.ledger import MessagesSent
 from fedbilevel.federation.phase import Message
 from fedbilevel.runs.run import Run
@@ -68,10 +71,12 @@ class RememberingSimFBO(SimFBO):
     local_phase: ClassVar[type[Descend]] = RememberingDescend
 
 
-def small_run(clients: int, method: type[SimFBO] = SimFBO) -> Run:
+def small_run(clients: int, method: type[SimFBO] = SimFBO, own_heads: bool = False) -> Run:
     """A small network: any cost that grows with the number of clients would show."""
     environment = fb.Environment(participation=COHORT, batch_size=16)
     problem = network_problem(fb.nets.mlp(64, 32, 10))
+    if own_heads:
+        problem = replace(problem, owner=dict.fromkeys(problem.y, "client"))
     data = LazyClients(clients, samples=32, features=64)
     return Run(method(), fb.simulated_federation(problem, data, environment), {})
 
@@ -86,15 +91,27 @@ def experienced_run(clients: int) -> Run:
 def remembering_run(clients: int, folder: Path) -> Run:
     """A run in which every client remembers something, of which 4 MB are cached."""
     run = small_run(clients, RememberingSimFBO)
-    run_folder = folder / str(clients)
-    run_folder.mkdir()
+    x, _ = run.fed.problem.start
+    fill_memories(run, folder, {"sum": x})
+    return run
+
+
+def owning_run(clients: int, folder: Path) -> Run:
+    """A run in which every client owns a head, of which 4 MB are cached."""
+    run = small_run(clients, own_heads=True)
+    head = run.fed.problem.client_part(run.fed.problem.y)
+    fill_memories(run, folder, {OWN: {"y": head, "z": zeros_like(head)}})
+    return run
+
+
+def fill_memories(run: Run, folder: Path, memory: Memory) -> None:
+    """Let every client remember the same."""
+    run_folder = Path(tempfile.mkdtemp(dir=folder))
     run.fed.transport.store_in(run_folder)
     memories = run.fed.transport.executor.memories  # type: ignore[attr-defined]
     memories.cache_bytes = 2**22
-    x, _ = run.fed.problem.start
-    for client in range(clients):
-        memories[client] = {"sum": x}
-    return run
+    for client in range(len(run.fed)):
+        memories[client] = memory
 
 
 def iteration(run: Run, checkpoint_every: int = 10) -> Callable[[], None]:
@@ -198,6 +215,13 @@ def rows() -> list[Row]:
                 lambda clients: remembering_run(clients, Path(folder)),
                 FEW_CLIENTS,
                 10 * FEW_CLIENTS,
+            ),
+            against_few(
+                f"a round when {100 * FEW_CLIENTS:,} clients own a head each, all but 4 MB in a "
+                f"file / when {FEW_CLIENTS:,} do",
+                lambda clients: owning_run(clients, Path(folder)),
+                FEW_CLIENTS,
+                100 * FEW_CLIENTS,
             ),
             *linear(),
         ]

@@ -21,7 +21,7 @@ from tests.support.cases import client_means
 
 def client_owned(level: str, **options: Any) -> Any:
     """A heterogeneous quadratic task whose x or y ("x" or "y") belongs to the clients."""
-    options = {"clients": 5, "condition": 3.0, "heterogeneity": 1.0, "seed": 3, **options}
+    options = {"clients": 5, "condition": 1.5, "heterogeneity": 1.0, "seed": 3, **options}
     task = fb.tasks.load("quadratic", **options)
     problem = dataclasses.replace(task.problem, owner={level: "client"})
     return dataclasses.replace(task, problem=problem, evaluate=lambda x, y: {})

@@ -105,12 +105,13 @@ class Memories(MutableMapping[int, Memory]):
 
     def __getitem__(self, client: int) -> Memory:
         if client in self._cache:
-            memory = self._cache[client]
+            memory = self._cache.pop(client)
+            self._cache[client] = memory  # as the most recently used one
         elif file := self._file_with(client):
             memory = pytree.tree_map(lambda tensor: tensor.to(self.device), file.read(client))
+            self._put_in_cache(client, memory)
         else:
             raise KeyError(client)
-        self._put_in_cache(client, memory)
         if not memory:
             raise KeyError(client)
         return memory

@@ -113,6 +113,10 @@ def as_numbers(source: str, metrics: Mapping[str, object]) -> dict[str, float]:
 
     Raises:
         TypeError: A value is not a number.
+
+    Examples:
+        >>> as_numbers("evaluate", {"accuracy": torch.tensor(0.5)})
+        {'accuracy': 0.5}
     """
     numbers: dict[str, float] = {}
     for name, value in metrics.items():

@@ -200,7 +200,7 @@ class StackedExecutor(Executor):
             phase_number = phase_numbers.setdefault(phase, len(phase_numbers))
             sides = SIDES[phase.batch]
             epochs = phase.epochs is not None
-            remembers = broadcast.remembers
+            remembers = phase.remembers or any(stage.remembers for stage in broadcast.stages)
             batch_size = phase_batch_size(phase, self.batch_size)
             broadcast_key = (broadcast.shape_key, "", "")
             for task in alike:
