@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from fedbilevel.core.hypergradient import finite_difference as finite_difference
     from fedbilevel.core.hypergradient import hypergradient as hypergradient
     from fedbilevel.core.hypergradient import solve_lower as solve_lower
+    from fedbilevel.core.modules import split_module as split_module
     from fedbilevel.core.problem import Batch as Batch
     from fedbilevel.core.problem import ClientData as ClientData
     from fedbilevel.core.problem import Problem as Problem
-    from fedbilevel.core.problem import split_module as split_module
     from fedbilevel.core.process import configure_process as configure_process
     from fedbilevel.core.tree import Tree as Tree
     from fedbilevel.core.weighting import weighted as weighted
@@ -77,7 +77,7 @@ _HOMES = {
     "simulated_federation": "runs.simulation:simulated_federation",
     "solve": "runs.solver:solve",
     "solve_lower": "core.hypergradient:solve_lower",
-    "split_module": "core.problem:split_module",
+    "split_module": "core.modules:split_module",
     "stages": "federation.stages",
     "tasks": "tasks",
     "value": "diagnostics.value:value",

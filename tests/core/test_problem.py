@@ -12,13 +12,13 @@ from torch import nn
 
 from fedbilevel import Environment, Problem, Tree, solve
 from fedbilevel.algorithms import SimFBO
+from fedbilevel.core.modules import split_module
 from fedbilevel.core.problem import (
     Batch,
     ClientData,
     client_weights,
     named_tensors,
     repack,
-    split_module,
 )
 from fedbilevel.core.rng import root, uniform
 from fedbilevel.nets import seeded
@@ -377,8 +377,8 @@ def test_split_module_refuses_buffers(normed):
     with refuses(
         ValueError,
         "the module has buffers (norm.running_mean, norm.running_var, norm.num_batches_tracked); "
-        "pass buffers='freeze' to keep them unchanged, or use layers without buffers "
-        "(GroupNorm instead of BatchNorm)",
+        "pass buffers='freeze' to keep them unchanged, 'batch' to normalise each batch by itself, "
+        "or use layers without buffers (GroupNorm instead of BatchNorm)",
     ):
         split_module(normed, "head")
     with pytest.raises(ValueError, match=r"num_batches_tracked, \.\.\.\)"):
@@ -404,7 +404,10 @@ def test_frozen_buffers_do_not_depend_on_what_the_caller_does_with_the_module(no
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"lower": "head", "buffers": "thaw"}, "buffers is 'thaw'; it must be one of 'freeze'"),
+        (
+            {"lower": "head", "buffers": "thaw"},
+            "buffers is 'thaw'; it must be one of 'freeze', 'batch'",
+        ),
         (
             {"lower": "0"},
             "lower='0' selects 0 of 4 parameters (backbone.0.weight, backbone.0.bias, head.weight, "

@@ -1,20 +1,15 @@
-"""A bilevel problem (`Problem`), the data of a client (`ClientData`) and a batch of it (`Batch`).
-
-`split_module` turns a PyTorch module into the two levels of a problem.
-"""
+"""A bilevel problem (`Problem`), the data of a client (`ClientData`) and a batch (`Batch`)."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import checks
@@ -554,80 +549,6 @@ def _detached_copy(name: str, value: object) -> Tree:
                 f"{name}[{key!r}] holds NaN or infinity at the start; it must be finite"
             )
     return Tree({key: tensor.detach().clone() for key, tensor in value.items()})
-
-
-class SplitModule(NamedTuple):
-    """A module as a function of two halves of its parameters; `split_module` returns it.
-
-    Attributes:
-        apply: `apply(x, y, *inputs)` calls the module with the parameters in x and y.
-        x: The upper half of the parameters (a backbone).
-        y: The lower half of the parameters (a head).
-    """
-
-    apply: Callable[..., Any]
-    x: Tree
-    y: Tree
-
-
-def split_module(
-    module: nn.Module, lower: str, buffers: Literal["freeze"] | None = None
-) -> SplitModule:
-    """Split the parameters of a module into upper and lower variables, by name.
-
-    Buffers, such as the running statistics of BatchNorm, belong to neither level: to average them
-    over clients, or to leave them to each client, would change the problem silently. A module with
-    buffers is therefore refused unless they are frozen. GroupNorm and LayerNorm have no buffers.
-
-    Args:
-        module: The module; it is neither changed nor moved.
-        lower: Parameters whose names start with this prefix (a head) become y, all others
-            (a backbone) become x.
-        buffers: "freeze" takes a copy of the module in evaluation mode and never changes its
-            buffers. None refuses a module that has buffers.
-
-    Returns:
-        `SplitModule(apply, x, y)`: a function that calls the module with given parameters, and
-        the parameters of the two levels.
-
-    Raises:
-        ValueError: The module has buffers and `buffers` is None, or `lower` selects none or all of
-            the parameters.
-
-    Examples:
-        >>> import torch
-        >>> from collections import OrderedDict
-        >>> import fedbilevel as fb
-        >>> net = torch.nn.Sequential(
-        ...     OrderedDict(backbone=torch.nn.Linear(3, 4), head=torch.nn.Linear(4, 1))
-        ... )
-        >>> apply, x, y = fb.split_module(net, lower="head.")
-        >>> list(y)
-        ['head.weight', 'head.bias']
-        >>> apply(x, y, torch.ones(5, 3)).shape
-        torch.Size([5, 1])
-    """
-    names = [name for name, _ in module.named_buffers()]
-    if names and buffers is None:
-        shown = ", ".join(names[:3])
-        if len(names) > 3:
-            shown += ", ..."
-        raise ValueError(
-            f"the module has buffers ({shown}); pass buffers='freeze' to keep them unchanged, "
-            "or use layers without buffers (GroupNorm instead of BatchNorm)"
-        )
-    if buffers is not None:
-        checks.one_of("buffers", buffers, ("freeze",))
-        module = deepcopy(module).eval()
-    parameters = {name: value.detach() for name, value in module.named_parameters()}
-    y = Tree({name: value for name, value in parameters.items() if name.startswith(lower)})
-    x = Tree({name: value for name, value in parameters.items() if name not in y})
-    if not x or not y:
-        raise ValueError(
-            f"lower={lower!r} selects {len(y)} of {len(parameters)} parameters "
-            f"({', '.join(parameters)}); it must select some and leave some"
-        )
-    return SplitModule(lambda x, y, *inputs: functional_call(module, {**x, **y}, inputs), x, y)
 
 
 def client_weights(

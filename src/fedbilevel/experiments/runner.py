@@ -95,7 +95,7 @@ def build_federation(config: Config, task: Task) -> Federation:
         precision=experiment.runtime.precision,
         compile=experiment.runtime.compile,
     )
-    config.table["runtime"].update(federation.runtime)
+    config.table["runtime"]["derivatives"] = federation.runtime["derivatives"]
     return federation
 
 

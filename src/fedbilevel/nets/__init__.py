@@ -17,6 +17,7 @@ Examples:
     torch.Size([5, 10])
 """
 
+from fedbilevel.nets._adapters import LowRank, with_adapters
 from fedbilevel.nets._axes import axes
 from fedbilevel.nets._layers import Dropout, GroupNorm, Residual, dropout, randomness
 from fedbilevel.nets._networks import conv4, lenet, mlp, resnet12, resnet18, seeded, stem
@@ -24,6 +25,7 @@ from fedbilevel.nets._networks import conv4, lenet, mlp, resnet12, resnet18, see
 __all__ = [
     "Dropout",
     "GroupNorm",
+    "LowRank",
     "Residual",
     "axes",
     "conv4",
@@ -35,4 +37,5 @@ __all__ = [
     "resnet18",
     "seeded",
     "stem",
+    "with_adapters",
 ]

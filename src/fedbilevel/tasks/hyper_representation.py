@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fedbilevel import nets
 from fedbilevel.core import checks
-from fedbilevel.core.problem import Problem, split_module
+from fedbilevel.core.modules import split_module
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, dot
 from fedbilevel.tasks.classification import cross_entropies, load_partitioned
 from fedbilevel.tasks.task import Task
