@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import fedbilevel as fb
 from fedbilevel.core.rng import normal, root
 from fedbilevel.execution.stacked import StackedExecutor, executor
+from fedbilevel.federation.task import Task
 from fedbilevel.runs.run import Run
 
 # Operations of the second convolution of LeNet for one client: samples, pixels and channels of the
@@ -79,3 +80,32 @@ def test_large_convolutions_are_not_stacked_on_a_cpu(
     resumed.fed.restore(snapshot)
     resumed.advance()
     assert stack_sizes == [3]
+
+
+def test_a_footprint_does_not_depend_on_what_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run measures in a cold process what the killed one had not measured yet."""
+    task = fb.tasks.load("quadratic", clients=4, samples=4)
+    environment = fb.Environment(batch_size=2, local_steps=3)
+
+    def ran() -> StackedExecutor:
+        fed = fb.simulated_federation(task.problem, task.clients, environment)
+        run = Run(fb.algorithms.LFedNest(), fed, {"rounds": 1})
+        list(run)
+        found = fed.transport.executor  # type: ignore[attr-defined]
+        assert isinstance(found, StackedExecutor)
+        return found
+
+    measured: dict[str, list[Task]] = {}
+    measure = StackedExecutor._footprint
+
+    def recorded(self: StackedExecutor, kind: str, group: list[Task]) -> int:
+        measured.setdefault(kind, group)
+        return measure(self, kind, group)
+
+    monkeypatch.setattr(StackedExecutor, "_footprint", recorded)
+    warm = ran()
+    assert len(measured) == 2
+    for kind, group in measured.items():
+        cold = StackedExecutor(task.problem, task.clients, environment.batch_size)
+        cold._data = dict(enumerate(task.clients))
+        assert measure(cold, kind, group) == warm.footprints[kind]

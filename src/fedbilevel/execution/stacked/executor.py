@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -121,13 +122,17 @@ class StackedExecutor(Executor):
         self.on_gpu = device != "cpu"
         self.memories = Memories(device, memory)
         self.footprints: dict[str, int] = {}
-        self.graphs = CudaGraphs()
         self.convolutions = Convolutions()
         self.compile = compile
-        self.step_runner = StepRunner(problem, self.graphs if self.on_gpu else None)
-        self.sample_store = SampleStore(problem, self.step_runner, memory, device)
-        self.inputs = InputBuilder(problem, self.sample_store, batch_size, device)
         self._data: dict[int, ClientData] = {}  # of the clients of the present tasks
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """Forget which steps ran, and what was pooled, embedded, traced and captured for them."""
+        self.graphs = CudaGraphs()
+        self.step_runner = StepRunner(self.problem, self.graphs if self.on_gpu else None)
+        self.sample_store = SampleStore(self.problem, self.step_runner, self.memory, self.device)
+        self.inputs = InputBuilder(self.problem, self.sample_store, self.batch_size, self.device)
 
     def run(self, tasks: Sequence[Task], sums: bool = False) -> Iterator[Results]:
         """Run tasks in chunks, and yield the results of each chunk.
@@ -229,14 +234,17 @@ class StackedExecutor(Executor):
         """Return the bytes that one client takes in a stack.
 
         They are measured once per kind of task, on two steps of the clients with most samples: of
-        two of them, if there are two.
+        two of them, if there are two. What is measured must not depend on what ran before, because
+        a resumed run may measure what the killed one had not.
         """
         if kind not in self.footprints:
             largest = sorted(group, key=self._sample_count)[-2:]
             steps = min(2, max(task.steps for task in group))
-            constant.cache_clear()  # what is measured must not depend on what ran before
+            constant.cache_clear()
+            probe = copy.copy(self)
+            probe._start_afresh()
             with products_in(self.precision, self.device), Meter() as meter:
-                self._run_chunk([replace(task, steps=steps) for task in largest], False)
+                probe._run_chunk([replace(task, steps=steps) for task in largest], False)
             self.footprints[kind] = max(meter.peak_bytes // len(largest), 1)
             # A stack makes grouped convolutions, which are slower on a CPU if they are large.
             if not self.on_gpu and meter.largest_convolution // 2 > STACK_BELOW:
