@@ -188,6 +188,7 @@ def test_a_member_that_fails_is_named_and_the_others_complete(
 ) -> None:
     """The exit code is 2, because the comparison lacks a member."""
     write(tmp_path / "fragile.py", FRAGILE_TASK)
+    write(tmp_path / "typer.py", "raise SystemExit('the working folder hides a module')")
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.toml", 'task = "fragile:task"\nrounds = 2')
     options = ["--seeds", 2, "--set", "seed=5", "--out", "runs"]

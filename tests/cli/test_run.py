@@ -235,6 +235,33 @@ def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[str]") -> 
         time.sleep(0.002)
 
 
+def test_a_second_interrupt_ends_a_long_iteration(file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    endless = ["--set", f"environment.local_steps={10**9}", "--out", run]
+    with start_process("run", file, *endless, cwd=tmp_path) as process:
+        wait_for_lines(run / "metrics.jsonl", 1, process)
+        for _ in range(2):  # these two count once, as those of a terminal and a comparison
+            process.send_signal(signal.SIGINT)
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.count("Ctrl-C again stops at once") == 1
+    assert "Traceback" not in err
+    assert read_summary(run)["reason"].startswith("interrupted in round 1; x and y are those after")
+
+
+def test_resuming_what_never_ran_says_so(
+    file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    with caplog.at_level("WARNING", logger="fedbilevel"):
+        assert invoke("run", file, "--out", run, "--resume").code == 0
+        assert invoke("run", file, "--out", run, "--resume", "--rounds", 5).code == 0
+    assert caplog.messages == [f"{run} holds no run to resume; starting from the beginning"]
+
+
 def test_an_interrupted_run_resumes_and_ends_the_same(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start_process("run", file, "--rounds", 10**6, "--out", run, cwd=tmp_path) as process:

@@ -109,6 +109,8 @@ def test_the_module_of_a_task_may_register_the_algorithm(tmp_path: Path, module:
         ("syntax_error:f", ["syntax_error:f", "cannot be imported"]),
         (":", ["cannot be imported"]),
         ("..a:f", ["cannot be imported"]),
+        ("os:system", ["standard library"]),
+        ("subprocess:run", ["standard library"]),
     ],
 )
 def test_an_error_in_a_task_of_the_users_own_is_explained(
@@ -119,3 +121,15 @@ def test_an_error_in_a_task_of_the_users_own_is_explained(
     outcome = invoke("run", "a.toml", "--rounds", 1, "--out", "run")
     assert_refused(outcome, *(mention.format(module=module) for mention in mentions))
     assert not (tmp_path / "run").exists()
+
+
+def test_functions_of_python_are_not_called_and_the_working_folder_hides_no_module(
+    tmp_path: Path, module: str
+) -> None:
+    write(tmp_path / "a.toml", "task = { name = 'os:system', command = 'touch touched' }")
+    for command in ("check", "run"):
+        assert_refused(invoke(command, "a.toml"), "'os:system'", "standard library")
+    assert not (tmp_path / "touched").exists()
+    write(tmp_path / "tomli_w.py", "raise SystemExit('hidden')")
+    invoke_ok("run", write(tmp_path / "b.toml", f"task = '{module}:plain'"), "--rounds", 1)
+    assert sys.path[-1] == str(tmp_path)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedbilevel.cli import options
-from fedbilevel.cli.options import given_overrides, unused_folder
+from fedbilevel.cli.options import given_overrides, say_if_nothing_to_resume, unused_folder
 
 
 def compare(
@@ -59,5 +59,7 @@ def compare(
                 )
                 members[f"{config.label}/seed-{seed}"] = config
     folder = out or unused_folder(Path("runs", Path(source).stem))
+    if resume and not quiet:
+        say_if_nothing_to_resume(folder, members)
     comparison = Comparison(folder, members, data_dir, resume, jobs)
     raise typer.Exit(comparison.run(quiet, json_))

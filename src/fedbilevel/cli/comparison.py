@@ -190,7 +190,7 @@ class Comparison:
     def _interrupt(self) -> None:
         """Start no more members, and interrupt those that are running."""
         self.waiting = []
-        # A terminal has interrupted them too; a second signal does no harm.
+        # A terminal has interrupted them too, at the same moment, which counts once.
         for process in self.running.values():
             process.send_signal(signal.SIGINT)
 
@@ -210,7 +210,13 @@ class Comparison:
         if self.data_dir:
             command += ["--data-dir", str(self.data_dir)]
         with (path / ERROR_LOG).open("wb") as errors:
-            self.running[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors)
+            self.running[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stderr=errors,
+                # `python -c` would import a file of the working folder in place of any module.
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )
 
     def _finish(self, name: str, process: subprocess.Popen[bytes]) -> str:
         """Close the pipe to a process that has ended, and return the status of its run."""

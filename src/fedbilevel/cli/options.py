@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -106,6 +108,16 @@ def given_overrides(**options: object) -> dict[str, object]:
 def called_command() -> str:
     """Return the command line of this process, for a page that it writes."""
     return shlex.join(["fedbilevel", *sys.argv[1:]])
+
+
+def say_if_nothing_to_resume(folder: Path, members: Iterable[str] = ("",)) -> None:
+    """Say that `--resume` starts from the beginning if no member has run in the folder."""
+    from fedbilevel.runs.folder import holds_run  # imports little
+
+    if not any(holds_run(folder / name) for name in members):
+        logging.getLogger("fedbilevel").warning(
+            "%s holds no run to resume; starting from the beginning", folder
+        )
 
 
 def unused_folder(folder: Path) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,14 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedbilevel.cli import options
-from fedbilevel.cli.options import given_overrides, unused_folder
+from fedbilevel.cli.options import given_overrides, say_if_nothing_to_resume, unused_folder
 from fedbilevel.core import checks
 from fedbilevel.core.extras import import_extra
 
 if TYPE_CHECKING:
     from fedbilevel.deploy.flower.deployment import Deployment
     from fedbilevel.experiments.config import Config
+    from fedbilevel.runs.run import Run
 
+SAME_MOMENT_S = 1.0
 EXIT_CODES = {"completed": 0, "diverged": 3, "interrupted": 130}
 
 
@@ -85,6 +89,8 @@ def run(
         raise ValueError(f"--{track[0]} is for a simulated federation, not for {federation!r}")
     folder = ranks.on_first_rank(lambda: out or default_folder(title))
     without_progress = quiet or json_
+    if resume:
+        say_if_nothing_to_resume(folder)
     if federation == "flower":
         summary = _run_on_flower(
             config, title, folder, clients, resume, data_dir, without_progress, stock, keys
@@ -189,11 +195,31 @@ def _simulate(
         recorder = Recorder(
             prepared, folder, config.table, resume, config.experiment.checkpoint_every
         )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: prepared.stop())
+    _stop_on_signals(prepared, quiet)
     for _ in recorder:
         pass
     return recorder.summary()
+
+
+def _stop_on_signals(run: Run, quiet: bool) -> None:
+    """Let Ctrl-C and SIGTERM end a run after its iteration, and a second one end the iteration.
+
+    Signals of the same moment count once: a comparison sends on what a terminal has already sent.
+    """
+    asked_at = 0.0
+
+    def stop(*_: object) -> None:
+        nonlocal asked_at
+        run.stop()
+        if not asked_at:
+            asked_at = time.monotonic()
+            if not quiet:  # `print` must not be interrupted by itself
+                os.write(2, b"stopping after this iteration; Ctrl-C again stops at once\n")
+        elif time.monotonic() - asked_at > SAME_MOMENT_S:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
 
 
 def _run_on_flower(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedbilevel.cli import options
-from fedbilevel.cli.options import given_overrides, unused_folder
+from fedbilevel.cli.options import given_overrides, say_if_nothing_to_resume, unused_folder
 
 
 def tune(
@@ -66,5 +66,7 @@ def tune(
 
     from fedbilevel.cli.tuning import Tuning  # after what may be refused without PyTorch
 
+    if resume and not quiet:
+        say_if_nothing_to_resume(folder, [f"{label}/trial-0" for label in methods])
     search = Tuning(folder, methods, trials, tuned, data_dir, resume, jobs)
     raise typer.Exit(search.run(quiet, json_))

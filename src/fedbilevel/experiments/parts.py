@@ -193,6 +193,9 @@ def add_code_to_path(source: str, experiment: Experiment) -> str | None:
 def import_function(setting: str, name: str) -> Callable[..., Any]:
     """Import a function of the user's code.
 
+    Whoever names a function has its module run. Functions of Python's standard library are refused,
+    because `os:system` makes no task; all others are the user's responsibility.
+
     Args:
         setting: The setting that names the function, for messages.
         name: Module:function; the module may lie in the working folder, or beside the experiment.
@@ -201,11 +204,11 @@ def import_function(setting: str, name: str) -> Callable[..., Any]:
         The function.
 
     Raises:
-        ValueError: If it cannot be imported, or is not a function.
+        ValueError: If it cannot be imported, is not a function, or is part of Python.
 
     Examples:
-        >>> import_function("task", "math:sqrt")(9)
-        3.0
+        >>> import_function("task", "fedbilevel.tasks.quadratic:quadratic").__name__
+        'quadratic'
     """
     function = _import_object(setting, name)
     if not callable(function):
@@ -215,9 +218,15 @@ def import_function(setting: str, name: str) -> Callable[..., Any]:
 
 def _import_object(setting: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise ValueError(
+            f"{setting} is {name!r}, which is in Python's standard library; "
+            "it must be a function of your own"
+        )
     if os.getcwd() not in sys.path:
-        # This is not undone, because the module may import its neighbours later.
-        sys.path.insert(0, os.getcwd())
+        # Last, so that no file there hides an installed module. This is not undone, because the
+        # module may import its neighbours later.
+        sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the module's code may raise anything
