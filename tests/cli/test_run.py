@@ -240,6 +240,7 @@ def test_a_second_interrupt_ends_a_long_iteration(file: Path, tmp_path: Path) ->
     endless = ["--set", f"environment.local_steps={10**9}", "--out", run]
     with start_process("run", file, *endless, cwd=tmp_path) as process:
         wait_for_lines(run / "metrics.jsonl", 1, process)
+        time.sleep(1.0)  # the first iteration begins once this evaluation is in a checkpoint
         for _ in range(2):  # these two count once, as those of a terminal and a comparison
             process.send_signal(signal.SIGINT)
         time.sleep(1.2)
