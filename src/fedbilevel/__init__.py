@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedbilevel import algorithms as algorithms
+    from fedbilevel import data as data
     from fedbilevel import nets as nets
     from fedbilevel import tasks as tasks
     from fedbilevel.core import linear as linear
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fedbilevel.core.process import configure_process as configure_process
     from fedbilevel.core.tree import Tree as Tree
     from fedbilevel.core.weighting import weighted as weighted
+    from fedbilevel.data.clients import clients as clients
     from fedbilevel.diagnostics.check import check as check
     from fedbilevel.diagnostics.value import value as value
     from fedbilevel.federation import delays as delays
@@ -66,7 +68,9 @@ _HOMES = {
     "algorithms": "algorithms",
     "callbacks": "runs.callbacks",
     "check": "diagnostics.check:check",
+    "clients": "data.clients:clients",
     "configure_process": "core.process:configure_process",
+    "data": "data",
     "delays": "federation.delays",
     "finite_difference": "core.hypergradient:finite_difference",
     "hypergradient": "core.hypergradient:hypergradient",

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from fedbilevel.data.catalogue import names
 
 if TYPE_CHECKING:
-    from fedbilevel.data.datasets import Characters, DataSet, characters, load
+    from fedbilevel.data.datasets import Characters, DataSet, characters, load, register
 
-__all__ = ["Characters", "DataSet", "characters", "load", "names"]
+__all__ = ["Characters", "DataSet", "characters", "load", "names", "register"]
 
 
 def __getattr__(name: str) -> Any:

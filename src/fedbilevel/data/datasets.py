@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import platformdirs
 from torch import Tensor
 
 from fedbilevel.core import checks
 from fedbilevel.data import sources
-from fedbilevel.data.catalogue import CHARACTERS, CLASSES
+from fedbilevel.data.catalogue import CHARACTERS, CLASSES, REGISTERED, names
+
+Reader = TypeVar("Reader", bound="Callable[[Path | None], DataSet]")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,39 @@ class Characters:
     test: Tensor
 
 
+def register(name: str) -> Callable[[Reader], Reader]:
+    """Make a data set known by a name: a decorator of the function that reads it.
+
+    The name is accepted by `load`, and so by every task that takes the name of a data set.
+
+    Args:
+        name: The name; it must not be taken.
+
+    Returns:
+        The decorator, which returns the function. The function is called with the folder of the
+        data sets, or `None`, and returns a `DataSet`.
+
+    Raises:
+        ValueError: If another data set has this name.
+
+    Examples:
+        >>> from fedbilevel import data
+        >>> @data.register("digits")
+        ... def read(data_dir):
+        ...     return data.load("mnist")
+        Traceback (most recent call last):
+        ValueError: a data set named 'digits' is registered already
+    """
+
+    def add(reader: Reader) -> Reader:
+        if name in names():
+            raise ValueError(f"a data set named {name!r} is registered already")
+        REGISTERED[name] = reader
+        return reader
+
+    return add
+
+
 def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     """Load a data set for classification.
 
@@ -59,7 +96,7 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
 
     Args:
         name: "breast-cancer" or "digits" (both embedded in scikit-learn), "cifar10", "covertype"
-            or "mnist".
+            or "mnist", or one that was registered.
         data_dir: The first folder to search.
 
     Returns:
@@ -75,7 +112,9 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
         >>> data.load("digits").train[0].shape
         torch.Size([1438, 1, 8, 8])
     """
-    checks.one_of("name", name, CLASSES)
+    checks.one_of("name", name, [*CLASSES, *REGISTERED])
+    if name in REGISTERED:
+        return _read_registered(name, data_dir)
     if name in sources.EMBEDDED:
         return _load(name, None)
     return _load(name, _find_folder(name, data_dir))
@@ -105,6 +144,15 @@ def characters(name: str, data_dir: str | Path | None = None) -> Characters:
     if name in sources.EMBEDDED_CHARACTERS:
         return _load_characters(name, None)
     return _load_characters(name, _find_folder(name, data_dir))
+
+
+def _read_registered(name: str, data_dir: str | Path | None) -> DataSet:
+    dataset = REGISTERED[name](Path(data_dir) if data_dir else None)
+    if not isinstance(dataset, DataSet):
+        raise TypeError(
+            f"the data set {name!r} was read as {type(dataset).__name__}; it must be a DataSet"
+        )
+    return dataset
 
 
 @lru_cache

@@ -10,7 +10,7 @@ Published experiments with 100 clients on MNIST's 60,000 training samples use th
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -79,6 +79,31 @@ def dirichlet(labels: Labels, clients: int, seed: int, alpha: float = 0.5) -> li
     return [np.array(part, dtype=np.int64) for part in parts]
 
 
+def quantity(labels: Labels, clients: int, seed: int, alpha: float = 0.5) -> list[Indices]:
+    """Partition at random into parts of unequal size: sizes ~ Dirichlet(alpha), at least 2 each.
+
+    References:
+        Li, Diao, Chen, He, "Federated learning on non-IID data silos", 2022.
+    """
+    _check_clients(labels, clients, each=2)
+    checks.positive("alpha", alpha)
+    rng = _generator(seed)
+    spare = len(labels) - 2 * clients
+    shares = rng.dirichlet([alpha] * clients)
+    cuts = np.rint(shares.cumsum()[:-1] * spare).astype(np.int64) + 2 * np.arange(1, clients)
+    return np.split(rng.permutation(len(labels)), cuts)
+
+
+def feature_shift(inputs: Tensor, clients: int, seed: int) -> list[Indices]:
+    """Give each client a slice of the first principal component of the inputs, of equal size."""
+    _check_clients(inputs, clients)
+    rng = _generator(seed)
+    flat = inputs.flatten(1).double()
+    _, _, directions = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
+    slices = np.array_split((flat @ directions[0]).argsort(stable=True).numpy(), clients)
+    return [rng.permutation(slices[number]) for number in rng.permutation(clients)]
+
+
 def split(indices: Indices, validation: float, seed: int, client: int) -> tuple[Indices, Indices]:
     """Split one client's samples into training and validation samples, neither of them empty.
 
@@ -95,19 +120,36 @@ def split(indices: Indices, validation: float, seed: int, client: int) -> tuple[
     return shuffled[held_out:], shuffled[:held_out]
 
 
-def by_name(name: str, labels: Labels, clients: int, seed: int, **options: float) -> list[Indices]:
-    """Partition by "iid", "shards" (option per_client) or "dirichlet" (option alpha)."""
+def by_name(
+    name: str,
+    labels: Labels,
+    clients: int,
+    seed: int,
+    *,
+    inputs: Tensor | None = None,
+    **options: float,
+) -> list[Indices]:
+    """Partition by the name of a partition.
+
+    It is "iid", "shards" (option per_client), "dirichlet" or "quantity" (option alpha), or
+    "feature-shift", which needs the inputs.
+    """
     partitions: dict[str, Callable[..., list[Indices]]] = {
         "iid": iid,
         "shards": shards,
         "dirichlet": dirichlet,
+        "quantity": quantity,
     }
+    if inputs is not None:
+        partitions["feature-shift"] = feature_shift
     partition = partitions[checks.one_of("partition", name, partitions)]
     known = list(signature(partition).parameters)[3:]
     for option in options:
         if not known:
             raise ValueError(f"option of partition {name!r} is {option!r}; this partition has none")
         checks.one_of(f"option of partition {name!r}", option, known)
+    if partition is feature_shift:
+        return feature_shift(cast(Tensor, inputs), clients, seed)
     return partition(labels, clients, seed, **options)
 
 

@@ -14,7 +14,7 @@ from fedbilevel import nets
 from fedbilevel.core import checks
 from fedbilevel.core.problem import ClientData
 from fedbilevel.core.tree import Tree
-from fedbilevel.data import load
+from fedbilevel.data import DataSet, load
 from fedbilevel.data import partition as partitions
 
 TRAIN_ACCURACY_SAMPLES = 5000
@@ -176,7 +176,7 @@ def cross_entropies(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def load_partitioned(
-    data: str,
+    data: str | DataSet,
     data_dir: str | Path | None,
     partition: str,
     alpha: float | None,
@@ -192,10 +192,10 @@ def load_partitioned(
     """Load a data set and partition it among clients.
 
     Args:
-        data: The name of the data set.
+        data: The name of the data set, or the data set itself.
         data_dir: Where its files are; see `fedbilevel.data.load`.
-        partition: "iid", "shards" or "dirichlet".
-        alpha: The concentration of "dirichlet".
+        partition: "iid", "shards", "dirichlet", "quantity" or "feature-shift".
+        alpha: The concentration of "dirichlet" and "quantity".
         clients: The number of clients.
         validation: The fraction of each client's samples that are for validation.
         samples: Use only this many training samples, the first ones.
@@ -212,7 +212,9 @@ def load_partitioned(
         ValueError: An argument is out of range.
         FileNotFoundError: The data set is not on this machine and cannot be downloaded.
     """
-    source = load(data, data_dir)
+    source = data
+    if isinstance(source, str):
+        source = load(source, data_dir)
     for name, count in (("samples", samples), ("test_samples", test_samples)):
         if count is not None:
             checks.integer(name, count, least=1)
@@ -228,7 +230,7 @@ def load_partitioned(
     options = {}
     if alpha is not None:
         options["alpha"] = alpha
-    parts = partitions.by_name(partition, labels, clients, seed, **options)
+    parts = partitions.by_name(partition, labels, clients, seed, inputs=inputs, **options)
     if not 0 <= checks.number("held_out", held_out) < 1:
         raise ValueError(f"held_out is {held_out}; it must be at least 0 and below 1")
     splits = []

@@ -157,6 +157,32 @@ def test_a_section_of_the_experiment_cannot_name_another_task(tmp_path: Path) ->
     assert f"this node allows '{OWN_TASK}'" in str(grid.replies["1"].error.reason)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"algorithm": {"name": "harm:Method"}},
+        {"algorithms": {"harm:Method": {}}},
+        {"algorithms": {"simfbo": {"algorithm": "harm:Method"}}},
+        {"compare": ["harm:Method"]},
+        {"algorithm": {"name": "harm:Method"}, "code": "CODE"},
+    ],
+)
+def test_a_node_imports_no_algorithm_that_it_was_sent(
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "written"
+    (tmp_path / "harm.py").write_text(f"open({str(written)!r}, 'w')\nMethod = 1\n")
+    if change.get("code"):
+        change = {**change, "code": str(tmp_path)}
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+    grid = FakeGrid(1)
+    table = {**resolve_config(QUADRATIC).table, **change}
+    grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
+    assert "this node allows registered ones" in str(grid.replies["0"].error.reason)
+    assert not written.exists()
+
+
 @pytest.mark.parametrize("section", [None, "simfbo", "fednest"])
 def test_a_node_opens_no_path_that_it_was_sent(
     section: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -163,6 +163,7 @@ class Worker:
             raise WireError("the run's name is not hexadecimal")
         task_name = _check_task_name(node, table.get("task", {}).get("name"))
         _check_conditions(table)
+        _check_algorithm_names(node, table)
         self.node = node
         self.client = node.partition
         sent = {key: value for key, value in table.items() if key != "code"}  # a path of the server
@@ -322,6 +323,24 @@ def _check_conditions(table: configs.Table) -> None:
         for name in SIMULATED:
             if part.get("environment", {}).get(name) is not None:
                 raise WireError(f"environment.{name} is for simulations; this node refuses it")
+
+
+def _check_algorithm_names(node: Node, table: configs.Table) -> None:
+    """Refuse an algorithm as module:class, unless the owner of the node has named that module.
+
+    Whoever names a module has it imported here.
+    """
+    trusted = (node.task or "").partition(":")[0]
+    sections = table.get("algorithms", {})
+    names = [table.get("algorithm", {}).get("name"), *table.get("compare", []), *sections]
+    names += [section.get("algorithm") for section in sections.values()]
+    for name in names:
+        module, colon, _ = str(name).partition(":")
+        if colon and module != trusted:
+            raise WireError(
+                f"the experiment's algorithm is {name!r:.80}; this node allows registered ones and "
+                "those of the module of its task"
+            )
 
 
 @contextmanager
