@@ -1,10 +1,20 @@
-"""Commands for real federations refuse wrong options before anything is started."""
+"""Commands for real federations: wrong options, and what the launcher does while a run goes on."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from fedbilevel.cli import main
+from fedbilevel.cli import federation, main
+from fedbilevel.cli.progress import Progress
+from fedbilevel.deploy.flower.deployment import MAX_RESTARTS, Deployment, DeploymentError
+from tests.support.flower import QUADRATIC, resolve_config
 
 
 @pytest.mark.parametrize(
@@ -28,3 +38,98 @@ def test_wrong_options_are_refused_in_one_line(
     assert ended.value.code == 2
     assert reason in printed
     assert printed.count("\n") == 1
+
+
+@pytest.fixture
+def deployment() -> Iterator[Deployment]:
+    with Deployment() as deployment:
+        yield deployment
+
+
+def start_nodes(deployment: Deployment, *codes: int) -> None:
+    """Start processes in the place of nodes, which end at once with these codes."""
+    for partition, code in enumerate(codes):
+        command = [sys.executable, "-c", f"import sys; print('ending'); sys.exit({code})"]
+        deployment.nodes[f"client-{partition}"] = command
+        deployment.start_process(f"client-{partition}", command)
+
+
+def wait_for_nodes(deployment: Deployment) -> None:
+    for process in deployment.processes.values():
+        process.wait(20)
+
+
+def test_a_node_that_ends_is_started_again_and_then_left_out(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_nodes(deployment, 3)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    deployment.nodes["client-1"] = sleeper
+    deployment.start_process("client-1", sleeper)
+    for _ in range(MAX_RESTARTS + 1):
+        deployment.processes["client-0"].wait(20)
+        deployment.restart_nodes(needed=1)
+    assert caplog.text.count("client-0 has ended and is started again: ending") == MAX_RESTARTS
+    assert "client-0 has ended again; the run goes on without it" in caplog.text
+    assert list(deployment.nodes) == ["client-1"]
+
+
+def test_a_run_ends_when_too_few_nodes_are_left(deployment: Deployment) -> None:
+    start_nodes(deployment, 3)
+    for _ in range(MAX_RESTARTS):
+        wait_for_nodes(deployment)
+        deployment.restart_nodes(needed=1)
+    wait_for_nodes(deployment)
+    with pytest.raises(DeploymentError, match="client-0 has ended: ending"):
+        deployment.restart_nodes(needed=1)
+
+
+def test_a_second_request_to_stop_ends_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The exit code of a `KeyboardInterrupt` is 130; there is no summary of an unfinished round."""
+    code = "import signal, time; signal.signal(15, print); print(flush=True); time.sleep(60)"
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    server.stdout.readline()
+
+    def submit(deployment: Deployment, **run_config: Any) -> Path:
+        report = deployment.folder / "report-1.json"
+        report.write_text(json.dumps({"pid": server.pid}))
+        return report
+
+    def stop_twice(monitor: federation.RunMonitor) -> None:
+        monitor.stop_requests += 1
+
+    monkeypatch.setattr(Deployment, "start_superlink", lambda deployment: None)
+    monkeypatch.setattr(Deployment, "submit", submit)
+    monkeypatch.setattr(federation.RunMonitor, "_show_news", stop_twice)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            federation.serve(
+                resolve_config(QUADRATIC),
+                "test",
+                tmp_path / "run",
+                deployment=Deployment(),
+                clients=4,
+                resume=False,
+                data_dir=None,
+                quiet=True,
+            )
+    finally:
+        server.kill()
+        server.communicate()
+    assert "interrupted within a round, which --resume repeats" in caplog.text
+
+
+def test_only_a_run_that_has_begun_starts_its_nodes_again(
+    tmp_path: Path, deployment: Deployment
+) -> None:
+    """A node that cannot even join has a wrong setting, which a restart does not mend."""
+    start_nodes(deployment, 3)
+    wait_for_nodes(deployment)
+    with Progress("test", 5, True) as progress:
+        monitor = federation.RunMonitor(tmp_path / "report.json", tmp_path, progress, 1)
+        with pytest.raises(DeploymentError, match="client-0 has ended: ending"):
+            monitor.wait(deployment)
+    assert not deployment.restarts

@@ -52,17 +52,20 @@ class RunMonitor:
         report: The file in which the server reports (see `Deployment.submit`).
         folder: The run folder.
         progress: Shows the metrics.
+        min_replies: How many nodes of this machine the run needs.
 
     Attributes:
         stop_requests: How often the user has asked to stop. The first time, the server may end its
             iteration; the second time, it is not waited for.
     """
 
-    def __init__(self, report: Path, folder: Path, progress: Progress) -> None:
+    def __init__(self, report: Path, folder: Path, progress: Progress, min_replies: int) -> None:
         self.report = report
         self.folder = folder
         self.progress = progress
+        self.min_replies = min_replies
         self.stop_requests = 0
+        self._began = False
         # Metrics of a resumed run are shown again, warnings are not.
         self._metrics = FollowedFile(folder / METRICS)
         self._log = FollowedFile(folder / SERVER_LOG, at_end=True)
@@ -71,7 +74,8 @@ class RunMonitor:
         """Wait until the run has ended, and return the last report of the server.
 
         Raises:
-            DeploymentError: A process of the deployment has ended before the run.
+            DeploymentError: A process of the deployment has ended before the run. Nodes that end
+                after it began are started again.
         """
         asked_to_stop_at = 0.0
         while True:
@@ -79,7 +83,10 @@ class RunMonitor:
             self._show_news()
             if "status" in report:
                 return report
-            deployment.check_processes()
+            if self._began:
+                deployment.restart_nodes(self.min_replies)
+            else:
+                deployment.check_processes()
             if "pid" in report and not is_running(report["pid"]):
                 report = read_report(self.report)  # the last one may have been written meanwhile
                 if "status" in report:
@@ -99,6 +106,7 @@ class RunMonitor:
             with suppress(ValueError):
                 self.progress.show(json.loads(line))
         for line in self._log.new_lines():
+            self._began = self._began or line.rstrip().endswith(" clients are present")
             if " WARNING " in line or " ERROR " in line:
                 text = line.strip().split(" ", 3)[-1]  # without date, time and level
                 logging.getLogger("fedbilevel").warning("%s", text)
@@ -147,6 +155,7 @@ def serve(
 
     Raises:
         DeploymentError: A process has failed, or the run left no summary.
+        KeyboardInterrupt: The user has asked twice to stop, and the iteration was given up.
     """
     folder = folder.resolve()
     check_writable(folder, config.table, resume)
@@ -174,10 +183,13 @@ def serve(
             clients=clients or 0,
             data_dir=_absolute(data_dir),
         )
-        monitor = RunMonitor(report, folder, progress)
+        monitor = RunMonitor(report, folder, progress, config.environment.min_replies)
         if start_nodes is not None:
             start_nodes(deployment)
         outcome = monitor.wait(deployment)
+    if outcome["status"] == "interrupted" and not (folder / SUMMARY).exists():
+        logging.getLogger("fedbilevel").warning("%s", outcome["error"])
+        raise KeyboardInterrupt
     if outcome["status"] == "failed" or not (folder / SUMMARY).exists():
         killed = "the server was killed; --resume continues from its last checkpoint"
         raise DeploymentError(outcome.get("error") or killed)

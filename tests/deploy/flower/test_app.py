@@ -38,6 +38,7 @@ def run_server(tmp_path: Path, **changes: object) -> dict[str, object]:
     experiment.write_text(tomli_w.dumps({**QUADRATIC, "runtime": {"threads": 1}}))
     report = tmp_path / "report.json"
     run_config = {
+        "launcher": 0,
         "experiment": str(experiment),
         "out": str(tmp_path / "run"),
         "clients": 0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -156,6 +158,31 @@ def test_without_a_barrier_too_a_run_ends_when_all_clients_are_excluded() -> Non
         pass
     assert run.status == "diverged"
     assert run.reason == "clients [0, 1, 2, 3] were excluded, 1 are needed"
+
+
+def test_a_reply_that_is_announced_and_never_uploaded_does_not_block_the_others() -> None:
+    """Flower waits a minute for its parts."""
+    grid = FakeGrid(3)
+    given_up = threading.Event()
+    pull = grid.pull_messages
+
+    def pull_messages(message_ids: Iterable[str]) -> list[Message]:
+        ids = list(message_ids)
+        message = grid.sent[int(ids[0])].metadata
+        if message.dst_node_id == 101 and message.message_type == "train":
+            given_up.wait(60)
+        return pull(ids)
+
+    config = resolve_config(QUADRATIC, **{"task.clients": 3})
+    fed, run = real_federation(grid, config, Conduct(deadline_s=1.5))
+    fed.weights()
+    grid.pull_messages = pull_messages  # type: ignore[method-assign]
+    began = time.monotonic()
+    run.advance()
+    assert time.monotonic() - began < 10
+    given_up.set()
+    assert fed.ledger.lost_tasks == 1
+    assert fed.ledger.refused_replies == 0
 
 
 def test_a_run_that_lacks_clients_ends_at_once_and_is_evaluated(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import httpx
@@ -23,6 +27,7 @@ from fedbilevel.deploy.flower.wire import (
 )
 
 REPLY_POLL_S = 0.02  # seconds between two looks for replies
+PULL_WAIT_S = 0.5  # after which a reply that is still being uploaded is waited for elsewhere
 
 # Flower's codes of replies without content.
 EXPIRED_CODE = 3  # the message has expired, or its reply was announced and never sent
@@ -30,11 +35,19 @@ NODE_DIED_CODES = (4, 5, 8)  # the node or its process ended with the message: i
 UNREADABLE_CODE = -1  # ours: Flower itself cannot read what the node has sent
 
 
-class Sent(NamedTuple):
-    """A message that was sent: Flower's id of it, and the token that seals its reply."""
+@dataclass(eq=False)
+class Sent:
+    """A message that was sent.
+
+    Attributes:
+        message_id: Flower's id of it.
+        token: The token that seals its reply.
+        pulling: The reply, while it is announced and its parts have not all arrived.
+    """
 
     message_id: str
     token: str
+    pulling: Future[NodeReply | None] | None = None
 
 
 class NodeReply(NamedTuple):
@@ -78,7 +91,26 @@ class GridConnection:
         return Sent(message_ids[0], token)
 
     def pull(self, sent: Sent, limits: Limits = SHORT) -> NodeReply | None:
-        """Return the reply to a message, of `limits` at most; None if there is none yet."""
+        """Return the reply to a message, of `limits` at most; None if there is none yet.
+
+        A node may announce a reply and never upload it. Flower waits for its parts in a thread,
+        while others are served.
+        """
+        wait_s = 0.0
+        if sent.pulling is None:
+            wait_s = PULL_WAIT_S
+            sent.pulling = _start(lambda: self._pull(sent, limits))
+        try:
+            reply = sent.pulling.result(wait_s)
+        except TimeoutError:
+            return None
+        except BaseException:
+            sent.pulling = None
+            raise
+        sent.pulling = None
+        return reply
+
+    def _pull(self, sent: Sent, limits: Limits) -> NodeReply | None:
         try:
             with limit_flower_arrays(limits.tensor_bytes):
                 replies = list(self.grid.pull_messages([sent.message_id]))
@@ -101,3 +133,17 @@ class GridConnection:
     def node_names(self) -> dict[int, str]:
         """Return the nodes that are connected, each with the name its key is registered under."""
         return {info.node_id: info.name for info in self.grid.get_nodes()}
+
+
+def _start(pull: Callable[[], NodeReply | None]) -> Future[NodeReply | None]:
+    """Run a function in a thread that does not keep the process from ending."""
+    future: Future[NodeReply | None] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(pull())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel import configure_process
 from fedbilevel.deploy.flower.client import ENDS
+from fedbilevel.deploy.flower.deployment import is_running
 from fedbilevel.deploy.flower.transport import FlowerTransport, flower_federation
 from fedbilevel.deploy.flower.warm_node import patch_flower_pull_backoff
 from fedbilevel.deploy.flower.wire import one_line
@@ -26,6 +28,7 @@ from fedbilevel.runs.recorder import Recorder
 
 app = ServerApp()
 
+LAUNCHER_POLL_S = 1.0
 SERVER_LOG = "server.log"  # in the run folder: joined clients, refused replies, lost tasks
 
 
@@ -34,10 +37,13 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config names; `flwr run` starts it.
 
     The keys of the run config are those in `deployment.APP_PYPROJECT`. With `report`, the process
-    writes its id and then how the run ended to that file, in JSON.
+    writes its id and then how the run ended to that file, in JSON. With `launcher`, the process
+    ends when the process of this id does, so that nobody holds the run folder of a dead run.
     """
     configure_process()
     run_config = context.run_config
+    if launcher := int(str(run_config["launcher"])):
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     folder = Path(str(run_config["out"]))
     report = None
     if run_config["report"]:
@@ -103,6 +109,14 @@ def run_experiment(grid: Grid, run_config: Mapping[str, object], folder: Path) -
     if isinstance(fed.transport, FlowerTransport) and run.status in ENDS:
         fed.transport.farewell(run.status)
     return run.status
+
+
+def _end_with(launcher: int) -> None:
+    """End this process, wherever it hangs, once the process that launched it has ended."""
+    while is_running(launcher):
+        time.sleep(LAUNCHER_POLL_S)
+    log.error("the process that launched this server has ended; --resume continues the run")
+    os._exit(1)
 
 
 def _log_to(path: Path) -> None:

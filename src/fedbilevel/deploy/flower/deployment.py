@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,10 +27,12 @@ import tomli_w
 
 from fedbilevel.core import checks
 from fedbilevel.deploy.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
+from fedbilevel.federation.replies import log
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
+MAX_RESTARTS = 3  # of a node on this machine
 CONNECTION = "fedbilevel"  # name of the SuperLink in Flower's configuration
 SERVER_APP = "fedbilevel.deploy.flower.app:app"
 APP_PYPROJECT = f"""
@@ -54,6 +57,7 @@ clients = 0
 resume = false
 data-dir = ""
 report = ""
+launcher = 0
 """
 
 
@@ -75,6 +79,7 @@ class Deployment:
     Attributes:
         folder: Temporary folder with Flower's state and the logs of the processes.
         processes: The processes that were started, by name.
+        nodes: The commands of the nodes among them, by name.
 
     Raises:
         FileNotFoundError: The folder of keys is incomplete.
@@ -104,6 +109,8 @@ class Deployment:
                         f"{self.keys} has no {name}; `fedbilevel keys {self.keys}` makes one"
                     )
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.nodes: dict[str, Sequence[object]] = {}
+        self.restarts: Counter[str] = Counter()
 
     @property
     def address(self) -> str:
@@ -167,13 +174,13 @@ class Deployment:
         die_with_parent: Callable[[], None] | None = None
         if sys.platform == "linux":
             die_with_parent = _die_with_parent
-        with (self.folder / f"{name}.log").open("ab") as log:
+        with (self.folder / f"{name}.log").open("ab") as output:
             process = subprocess.Popen(
                 [str(part) for part in command],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,  # Ctrl-C reaches this process only, which stops the others
                 preexec_fn=die_with_parent,
             )
@@ -260,7 +267,11 @@ class Deployment:
         write_app(app, server)
         given = {key.replace("_", "-"): value for key, value in run_config.items()}
         self.flwr(
-            "run", app, CONNECTION, "--run-config", _key_values(given | {"report": str(report)})
+            "run",
+            app,
+            CONNECTION,
+            "--run-config",
+            _key_values(given | {"report": str(report), "launcher": os.getpid()}),
         )
         return report
 
@@ -286,6 +297,7 @@ class Deployment:
             command += ["--warm"]
         for name, value in (options or {}).items():
             command += [f"--{name}", value]
+        self.nodes[f"client-{partition}"] = command
         return self.start_process(f"client-{partition}", command)
 
     def check_processes(self) -> None:
@@ -294,6 +306,36 @@ class Deployment:
             ended_with_study = name.startswith("client-") and process.poll() == 0
             if process.poll() is not None and not ended_with_study:
                 raise DeploymentError(f"{name} has ended: {self.last_log_line(name)}")
+
+    def restart_nodes(self, needed: int) -> None:
+        """Start nodes again that have ended, each `MAX_RESTARTS` times.
+
+        A restarted client is sent the task again that it had when it ended.
+
+        Args:
+            needed: How many nodes must be left.
+
+        Raises:
+            DeploymentError: Fewer are left, or another process has ended.
+        """
+        ended = [name for name in self.nodes if self.processes[name].poll() is not None]
+        for name in ended:
+            if self.restarts[name] < MAX_RESTARTS:
+                self.restarts[name] += 1
+                log.warning("%s has ended and is started again: %s", name, self._last_words(name))
+                self.start_process(name, self.nodes[name])
+            elif len(self.nodes) - 1 >= needed:
+                log.warning("%s has ended again; the run goes on without it", name)
+                del self.nodes[name]
+                del self.processes[name]
+        self.check_processes()
+
+    def _last_words(self, name: str) -> str:
+        """Say how a process ended."""
+        code = self.processes[name].returncode
+        if code < 0:
+            return f"{signal.Signals(-code).name}"
+        return self.last_log_line(name)
 
     def last_log_line(self, name: str) -> str:
         """Return the last line that a process printed."""

@@ -161,7 +161,7 @@ def patch_flower_pull_backoff() -> None:
 
 @contextmanager
 def limit_flower_arrays(nbytes: int) -> Iterator[None]:
-    """Let Flower put together no more than this many bytes of arrays within the block.
+    """Let Flower put together no more than this many bytes of arrays in this thread, in the block.
 
     An array arrives as chunks and a list of their indices, which may name a chunk many times: a
     short message can become arbitrarily large before anyone else can look at it.
@@ -169,26 +169,32 @@ def limit_flower_arrays(nbytes: int) -> Iterator[None]:
     Args:
         nbytes: The bytes of all arrays together; more of them are a `ValueError`.
     """
-    method = Array.__dict__["inflate"]
-    left = nbytes
-
-    def inflate(
-        cls: type[Array], content: bytes, children: dict[str, InflatableObject] | None = None
-    ) -> Array:
-        nonlocal left
-        names = get_object_children_ids_from_object_content(content)
-        sizes = [len((children or {})[name].data) for name in names]  # type: ignore[attr-defined]
-        left -= sum(sizes[i] for i in json.loads(get_object_body(content, cls))["arraychunk_ids"])
-        if left < 0:
-            raise ValueError(f"the message holds more than {nbytes} bytes of arrays")
-        array: Array = method.__func__(cls, content, children)
-        return array
-
-    Array.inflate = classmethod(inflate)  # type: ignore[assignment,method-assign]
+    if Array.__dict__["inflate"].__func__ is not _inflate_within_budget:
+        Array.inflate = classmethod(_inflate_within_budget)  # type: ignore[assignment,method-assign]
+    _budget.left = nbytes
     try:
         yield
     finally:
-        Array.inflate = method  # type: ignore[method-assign]
+        del _budget.left
+
+
+_budget = threading.local()  # `left`: the bytes of arrays that this thread may put together
+_inflate = Array.__dict__["inflate"].__func__
+
+
+def _inflate_within_budget(
+    cls: type[Array], content: bytes, children: dict[str, InflatableObject] | None = None
+) -> Array:
+    """Put an array together, as Flower does, if the budget of this thread allows it."""
+    if hasattr(_budget, "left"):
+        names = get_object_children_ids_from_object_content(content)
+        sizes = [len((children or {})[name].data) for name in names]  # type: ignore[attr-defined]
+        chunks = json.loads(get_object_body(content, cls))["arraychunk_ids"]
+        _budget.left -= sum(sizes[i] for i in chunks)
+        if _budget.left < 0:
+            raise ValueError("the message holds more bytes of arrays than its reader expects")
+    array: Array = _inflate(cls, content, children)
+    return array
 
 
 def run_node(
