@@ -318,7 +318,8 @@ class Deployment:
         Raises:
             DeploymentError: Fewer are left, or another process has ended.
         """
-        ended = [name for name in self.nodes if self.processes[name].poll() is not None]
+        # A node ends with 0 when it has heard that the study has ended.
+        ended = [name for name in self.nodes if self.processes[name].poll() not in (None, 0)]
         for name in ended:
             if self.restarts[name] < MAX_RESTARTS:
                 self.restarts[name] += 1
