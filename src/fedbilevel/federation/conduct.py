@@ -45,7 +45,7 @@ class Conduct:
 
     deadline_s: Positive = 600.0
     norm_bound: Positive | None = None
-    norm_factor: Factor | None = 100.0
+    norm_factor: Factor | None = 10.0
     claim_factor: Factor = 4.0
     samples: list[Count] | None = None
     strikes: Count = 3
