@@ -26,7 +26,8 @@ def nodes(traced: Any) -> list[Any]:
 
 
 def operations(traced: FlatFunction) -> list[str]:
-    return [str(node.target) for node in nodes(traced)]
+    """The names of the operations, without those of their overloads."""
+    return [node.target.__name__.split(".")[0] for node in nodes(traced)]
 
 
 def check_traced(traced: FlatFunction, fn: FlatFunction, *args: Tensor, atol: float = 0) -> None:
@@ -46,9 +47,9 @@ def test_gradients_of_a_shared_weight_are_accumulated_in_one_product() -> None:
     check_traced(traced, step, *(-2 * a for a in args), atol=1e-14)
     names = operations(traced)
     # Two forward products and one of the two gradients; the other one is accumulated.
-    assert names.count("aten.bmm.default") == 3
-    assert names.count("aten.baddbmm_.default") == 1
-    scaled = [node.kwargs for node in nodes(traced) if str(node.target) == "aten.sub.Tensor"]
+    assert names.count("bmm") == 3
+    assert names.count("baddbmm_") == 1
+    scaled = [node.kwargs for node in nodes(traced) if node.target is torch.sub]
     assert scaled == [{"alpha": 0.3}]
 
 
@@ -67,8 +68,8 @@ def test_constants_are_computed_once_and_handed_out_as_copies() -> None:
         for constant in (results[1], results[4]):
             constant.add_(1.0)
     names = operations(traced)
-    assert "aten.exp.default" not in names
-    assert names.count("aten.mul.Tensor") == 2, "one by the slope, and one by 2"
+    assert "exp" not in names
+    assert names.count("mul") == 2, "one by the slope, and one by 2"
 
 
 def test_nothing_is_added_to_zeros_of_the_same_shape() -> None:
@@ -82,7 +83,7 @@ def test_nothing_is_added_to_zeros_of_the_same_shape() -> None:
     args = (draw(3, 4),)
     traced = trace(fn, args)
     check_traced(traced, fn, *args)
-    sums = [name for name in operations(traced) if name.startswith("aten.add")]
+    sums = [name for name in operations(traced) if name.startswith("add")]
     assert len(sums) == 1, "zeros that broadcast the other operand stay"
 
 
@@ -112,7 +113,7 @@ def test_a_sum_overwrites_an_operand_that_nothing_uses_later() -> None:
     traced = trace(fn, args)
     check_traced(traced, fn, *args, atol=1e-15)
     torch.testing.assert_close(list(args), before, rtol=0, atol=0)
-    in_place = operations(traced).count("aten.add_.Tensor")
+    in_place = operations(traced).count("add_")
     assert in_place == 2, "d and the tangent are overwritten; e and f are results"
 
 
@@ -127,4 +128,4 @@ def test_a_bias_is_added_by_the_matrix_product() -> None:
         return [*layer(a, w, b), total + torch.bmm(a, w)]
 
     check_traced(trace(sum_plus_product, args), sum_plus_product, *args, atol=1e-14)
-    assert operations(trace(layer, args)).count("aten.baddbmm.default") == 1
+    assert operations(trace(layer, args)).count("baddbmm") == 1

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
+
+from fedbilevel.execution.stacked._recording import Form, record
 
 aten = torch.ops.aten
 ADD = aten.add.Tensor
@@ -25,6 +25,14 @@ FILL_VALUES: dict[object, int] = {aten.ones_like.default: 1, aten.zeros_like.def
 CONSTANT_SOURCES = (aten.scalar_tensor, aten.arange)  # their results depend on numbers alone
 MAX_CONSTANT_SIZE = 1 << 16  # entries; a trace holds its constants as long as it lives
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+TRANSPOSES = (aten.transpose.int, aten.t.default)
+# Operations that PyTorch also offers as functions or methods with the same arguments. They are
+# called in half the time that entries of `torch.ops` take.
+FUNCTIONS = """
+    abs add addcmul addmm baddbmm bmm cat clone cos div eq exp expand ge gt index_select le log lt
+    mean mm mul mv ne neg permute pow select sigmoid sin sqrt squeeze stack sub sum t tanh transpose
+    unsqueeze view where
+"""
 
 FlatFunction = Callable[..., Sequence[Tensor]]
 Rewrite = Callable[[fx.Graph, fx.Node], None]  # rewrites one node of a graph
@@ -41,7 +49,7 @@ def trace(fn: FlatFunction, args: Sequence[Tensor]) -> FlatFunction:
     Returns:
         A function that computes the same up to rounding, without the overhead of transforms.
     """
-    module = _trace_operations(fn, args)
+    module = record(fn, args)
     rewrites = (
         _drop_identities,
         _inline_scalars,
@@ -51,6 +59,7 @@ def trace(fn: FlatFunction, args: Sequence[Tensor]) -> FlatFunction:
         _FuseScaledSums(),
         _fuse_products,
         _add_in_place,
+        _call_functions,
     )
     _apply_rewrites(module, rewrites)
     return module.forward
@@ -63,24 +72,13 @@ def compile_trace(fn: FlatFunction, args: Sequence[Tensor]) -> FlatFunction:
     """
     import torch._inductor  # the import takes a second
 
-    module = _trace_operations(fn, args)
+    module = record(fn, args)
     # The compiler counts in 32 bits, which is too few for the constants of random draws.
     _apply_rewrites(module, [_FoldConstants(module, least=2**31)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice such as to use TF32 is not for the user
         run: FlatFunction = torch._inductor.compile(module, list(args))
     return run
-
-
-def _trace_operations(fn: FlatFunction, args: Sequence[Tensor]) -> fx.GraphModule:
-    """Return the operations of a function in functional form, in which nothing is overwritten.
-
-    Only in that form may a rewrite move reads past other operations.
-    """
-    functional = functionalize(fn, remove="mutations")
-    module = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
-    module.graph.eliminate_dead_code()
-    return module
 
 
 def _apply_rewrites(module: fx.GraphModule, rewrites: Sequence[Rewrite]) -> None:
@@ -94,10 +92,10 @@ def _apply_rewrites(module: fx.GraphModule, rewrites: Sequence[Rewrite]) -> None
 
 def _shape_and_dtype(node: object) -> ShapeAndDtype | None:
     """Return what a node computes; None for a number or for several tensors at once."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, Tensor):
+    form: Form | None = node.meta.get("form") if isinstance(node, fx.Node) else None
+    if form is None:
         return None
-    return value.shape, value.dtype
+    return form.shape, form.dtype
 
 
 def _drop_identities(graph: fx.Graph, node: fx.Node) -> None:
@@ -110,13 +108,13 @@ def _drop_identities(graph: fx.Graph, node: fx.Node) -> None:
 def _unchanged_argument(node: fx.Node) -> fx.Node | None:
     """Return the argument that a node returns unchanged.
 
-    Such nodes are views of the shape that a tensor has already, products with 1, sums with 0, and
-    transposes of transposes.
+    Such nodes are views of the shape that a tensor has already, products with 1, powers of 1, sums
+    with 0, and transposes of transposes.
     """
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
-    if node.target is aten.transpose.int and source.target is aten.transpose.int:
+    if node.target in TRANSPOSES and source.target is node.target:
         if source.args[1:] != node.args[1:]:
             return None
         return source.args[0]  # type: ignore[return-value]
@@ -129,8 +127,9 @@ def _unchanged_argument(node: fx.Node) -> fx.Node | None:
         return None
     if not _same_shape(source, node):
         return None
-    is_product_with_one = node.target is aten.mul.Scalar and node.args[1] == 1
-    if is_product_with_one or node.target in VIEWS:
+    if node.target in VIEWS:
+        return source
+    if node.target in (aten.mul.Scalar, aten.pow.Tensor_Scalar) and node.args[1] == 1:
         return source
     return None
 
@@ -183,7 +182,9 @@ class _FuseScaledSums:
         self, graph: fx.Graph, node: fx.Node, operands: tuple[Any, Any, fx.Node]
     ) -> None:
         a, b, scale = operands
-        if scale.meta["val"].is_cuda:  # reading a number from a GPU would wait for it
+        if (
+            scale.meta["form"].device.type == "cuda"
+        ):  # reading a number from a GPU would wait for it
             node.kwargs = {"value": 1 if node.target is ADD else -1}
             node.target = aten.addcmul.default
             node.args = operands
@@ -273,6 +274,13 @@ def _replace_node(
     node.replace_all_uses_with(new)
 
 
+def _call_functions(graph: fx.Graph, node: fx.Node) -> None:
+    """Call a function of `torch` or a method of tensors instead of an entry of `torch.ops`."""
+    name = getattr(node.target, "_opname", "")
+    if name.rstrip("_") in FUNCTIONS.split():
+        node.target = getattr(torch, name, None) or getattr(Tensor, name)
+
+
 class _MergeDuplicates:
     """Computes once what is computed twice."""
 
@@ -336,12 +344,12 @@ class _FoldConstants:
 
     def _value(self, node: fx.Node) -> Tensor | None:
         """Return what a node computes if that is a constant of moderate size."""
-        fake = node.meta.get("val")
-        if not isinstance(fake, Tensor) or fake.numel() > MAX_CONSTANT_SIZE:
+        form: Form | None = node.meta.get("form")
+        if form is None or form.shape.numel() > MAX_CONSTANT_SIZE:
             return None
         if node.target in FILL_VALUES:
             fill = FILL_VALUES[node.target]
-            return torch.full(fake.shape, fill, dtype=fake.dtype, device=fake.device)
+            return torch.full(form.shape, fill, dtype=form.dtype, device=form.device)
         inputs = node.all_input_nodes
         from_constants = bool(inputs) and all(source in self.known for source in inputs)
         from_numbers = getattr(node.target, "overloadpacket", None) in CONSTANT_SOURCES
