@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +12,18 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core.oracle import FeatureBatch
 from fedbilevel.core.problem import Batch, Data
 from fedbilevel.core.tree import nbytes
+from fedbilevel.execution._nests import flatten, unflatten
 from fedbilevel.execution.memories import finish_task, join_message
 from fedbilevel.execution.stacked._batches import SelectSamples, StackBatches
 from fedbilevel.execution.stacked._feature_cache import select_features
 from fedbilevel.execution.stacked._inputs import StackInputs
 from fedbilevel.execution.stacked._samples import StackSamples
-from fedbilevel.execution.stacked._steps import KnownSteps, StackedStep, StepRunner
+from fedbilevel.execution.stacked._steps import Flat, StackedStep, Start, StepRunner
 from fedbilevel.execution.vectorize import ApplyToStack, Nested, vectorized
 from fedbilevel.federation.kinds import reply_mismatch
 from fedbilevel.federation.phase import Message, Phase
 from fedbilevel.federation.stacks import sum_finite
 from fedbilevel.federation.task import Broadcast, Sums, TaskCost, Values
-
-Carry = tuple[list[Tensor], pytree.TreeSpec]  # flat, because it goes through every step
 
 
 class ProgramCosts(NamedTuple):
@@ -71,32 +70,33 @@ class StackProgram:
         bound_phase = phase.with_numbers(dict(zip(phase.numbers, numbers, strict=True)))
         problem = self.step_runner.problem
         batches = self._batches(phase, inputs)
-        (carry, spec), cost = self._start(bound_phase, inputs)
+        origin, cost = self._origin(bound_phase, inputs)
         costs = [cost]
-        known: KnownSteps = {}
-        finished: list[Carry] = []
+        finished: list[Flat] = []
         longest = inputs.lengths[0]
         shortest = inputs.lengths[-1]
+        carry: Flat = ([], None)
         for k in range(longest):
-            if self.shrink:
-                carry = _set_aside_finished((carry, spec), inputs.lengths, k, finished)
-            batch = batches.at(k, len(carry[0]))
+            active = len(inputs.keys)
+            if k > 0:
+                if self.shrink:
+                    carry = _set_aside_finished(carry, inputs.lengths, k, finished)
+                origin = carry
+                active = len(carry[0][0])
+            batch = batches.at(k, active)
             if inputs.features:
                 batch = _as_features(batch)
             part = _part(k, longest)
-            step = StackedStep(
-                problem, phase, part, carry, spec, batch, self.apply, self._finish_one
-            )
-            result, cost = self.step_runner.run_step(step, numbers, known)
-            spec = step.result_spec
+            step = StackedStep(problem, phase, part, origin, batch, self.apply, self._finish_one)
+            result, cost = self.step_runner.run_step(step, numbers)
             if not self.shrink and k >= shortest:
-                result = _update_where(inputs.steps > k, result, carry)
-            carry = result
+                result = _update_where(inputs.steps > k, result, carry[0])
+            carry = result, step.result_form
             costs.append(costs[-1].then(cost)._replace(samples=batches.samples))
         if longest == 1:
-            replies = pytree.tree_unflatten(carry, spec)
+            replies = unflatten(*carry)
         else:
-            replies, finish_cost = self._finish(bound_phase, [(carry, spec), *reversed(finished)])
+            replies, finish_cost = self._finish(bound_phase, [carry, *reversed(finished)])
             costs = [cost.then(finish_cost) for cost in costs]
         program_costs = ProgramCosts(costs, self._reply_bytes(replies, len(inputs.keys)))
         if not isinstance(inputs.weights, Tensor):
@@ -132,33 +132,43 @@ class StackProgram:
 
         return select
 
-    def _start(self, phase: Phase, inputs: StackInputs) -> tuple[Carry, TaskCost]:
-        """Return the first carry, and what it costs a client."""
+    def _origin(self, phase: Phase, inputs: StackInputs) -> tuple[Start | Flat, TaskCost]:
+        """Return what the first step starts from, and what it has cost a client.
+
+        It is the message, so that the carry is made within the step, or the carry if the message
+        has values other than tensors, which may be different each time.
+        """
 
         problem = self.step_runner.problem
 
-        def start(own: Values, memory: Values, client_part: Values, steps: Tensor) -> Nested:
+        def start(phase: Phase, shared: Values, stacked: tuple[Any, ...]) -> Nested:
+            own, memory, client_part, steps = stacked
             remembered = {"memory": memory} if phase.remembers else {}
-            values = join_message({**inputs.shared, **own}, client_part, self.broadcast, problem)
+            values = join_message({**shared, **own}, client_part, self.broadcast, problem)
             return phase.start(Message(**values, **remembered, steps=steps))
 
         stacked = inputs.own, inputs.memory, inputs.client_part, inputs.steps
+        leaves, form = flatten(inputs.shared)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(tensors) == len(leaves):
+            return Start((leaves, form), flatten(stacked), start), TaskCost()
         # The shared message is an argument too, so that its bytes are counted.
-        shared = [
-            leaf.unsqueeze(0)
-            for leaf in pytree.tree_leaves(inputs.shared)
-            if isinstance(leaf, Tensor)
-        ]
-        cost = self.step_runner.part_cost(
-            phase, "start", lambda _, *args: start(*args), shared, *stacked
+        counted = [tensor.unsqueeze(0) for tensor in tensors]
+        cost, _ = self.step_runner.part_cost(
+            phase,
+            "start",
+            lambda _, stacked: start(phase, inputs.shared, stacked),
+            counted,
+            stacked,
         )
-        return pytree.tree_flatten(vectorized(start, self.apply)(*stacked)), cost
+        run = functools.partial(start, phase, inputs.shared)
+        return flatten(vectorized(run, self.apply)(stacked)), cost
 
-    def _finish(self, phase: Phase, carries: list[Carry]) -> tuple[Values, TaskCost]:
+    def _finish(self, phase: Phase, carries: list[Flat]) -> tuple[Values, TaskCost]:
         """Return the replies to the final carries, joined, and what one of them costs."""
-        nested = [pytree.tree_unflatten(*carry) for carry in carries]
+        nested = [unflatten(*carry) for carry in carries]
         finish = functools.partial(self._finish_one, phase)
-        cost = self.step_runner.part_cost(phase, "finish", finish, nested[0])
+        cost, _ = self.step_runner.part_cost(phase, "finish", finish, nested[0])
         replies = [vectorized(finish, self.apply)(carry) for carry in nested]
         if len(replies) == 1:
             return replies[0], cost
@@ -175,16 +185,14 @@ class StackProgram:
         return nbytes(sent) // clients
 
 
-def _set_aside_finished(
-    carry: Carry, lengths: list[int], step: int, finished: list[Carry]
-) -> list[Tensor]:
+def _set_aside_finished(carry: Flat, lengths: list[int], step: int, finished: list[Flat]) -> Flat:
     """Move the carries of clients that are done to `finished`; return those of the others."""
-    tensors, spec = carry
+    tensors, form = carry
     active = sum(length > step for length in lengths)
     if active == len(tensors[0]):
-        return tensors
-    finished.append(([tensor[active:] for tensor in tensors], spec))
-    return [tensor[:active] for tensor in tensors]
+        return carry
+    finished.append(([tensor[active:] for tensor in tensors], form))
+    return [tensor[:active] for tensor in tensors], form
 
 
 def _part(step: int, steps: int) -> str:

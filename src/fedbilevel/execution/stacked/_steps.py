@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -20,9 +19,10 @@ from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import nbytes
 from fedbilevel.execution._meter import Meter
+from fedbilevel.execution._nests import Form, flatten, unflatten
 from fedbilevel.execution.stacked._cuda_graphs import CudaGraphs, signature
 from fedbilevel.execution.stacked._trace import FlatFunction, compile_trace, trace
-from fedbilevel.execution.vectorize import ApplyToStack, Nested, apply_to_one
+from fedbilevel.execution.vectorize import ApplyToStack, Nested, apply_to_one, vectorized
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.task import TaskCost, first_line
 
@@ -33,17 +33,37 @@ TRACE_FROM = 50  # uses of a step before it is traced: a trace costs about what 
 TRACE_BELOW = 8e9  # floating-point operations of a stack, on a CPU
 TRACE_CALLS = 1000  # PyTorch operations, on a GPU: each takes milliseconds to trace
 
-# The name and cost of each step of one task, by what is quick to compare. The structure of the
-# carry is kept too, so that its id is not reused.
-KnownSteps = dict[Hashable, tuple[pytree.TreeSpec, str, TaskCost]]
+Flat = tuple[list[Tensor], Form]  # nested values, flattened
 
 
 class TracedStep(NamedTuple):
-    """A traced function, the structure of its result, and the gradients that it takes."""
+    """A traced function, the form of its result, and the gradients that it takes."""
 
     run: FlatFunction
-    result_spec: pytree.TreeSpec
+    result_form: Form
     gradients: int
+
+
+class KnownStep(NamedTuple):
+    """What is known of steps whose inputs have the same shapes: what is found out only once."""
+
+    name: str  # the same in every process
+    cost: TaskCost  # of one client
+    calls: int  # PyTorch operations
+
+
+class Start(NamedTuple):
+    """What the carry of a first step is made of, where that is part of the step.
+
+    Attributes:
+        shared: What all clients received, flat and with its form; tensors only.
+        own: What each client received and remembers, and its number of steps, as a stack.
+        run: Makes the carry of one client: (phase, shared, own) -> carry.
+    """
+
+    shared: Flat
+    own: Flat
+    run: Callable[[Phase, Nested, Nested], Nested]
 
 
 class StackedStep:
@@ -54,15 +74,15 @@ class StackedStep:
         phase: Whose step it is.
         part: "first", "step", or "only": the single step of a task together with its `finish`, so
             that a trace leaves out what the reply does not need.
-        carry: The tensors of the carry.
-        carry_spec: The structure of the carry.
+        origin: The carry, or what it is made of.
         batch: A batch, or a tuple of batches.
         apply: Applies a function of one client to the stack.
         finish: Turns the phase and the last carry of one client into what the task returns.
 
     Attributes:
-        inputs: The tensors of the carry, then those of the batch.
-        result_spec: The structure of the result, once the step has run.
+        inputs: The tensors that all clients share, then those of the stack: of the carry, or of
+            what it is made of, and of the batch.
+        result_form: The form of the result, once the step has run.
     """
 
     def __init__(
@@ -70,8 +90,7 @@ class StackedStep:
         problem: Problem,
         phase: Phase,
         part: str,
-        carry: Sequence[Tensor],
-        carry_spec: pytree.TreeSpec,
+        origin: Start | Flat,
         batch: Nested,
         apply: ApplyToStack,
         finish: Callable[[Phase, Nested], Nested],
@@ -80,12 +99,20 @@ class StackedStep:
         self.oracle = Oracle(problem)
         self.phase = phase
         self.part = part
-        self.carry_spec = carry_spec
         self.apply = apply
-        self.carry_count = len(carry)
-        batch_tensors, self.batch_spec = pytree.tree_flatten(batch)
-        self.inputs = [*carry, *batch_tensors]
-        self.result_spec = carry_spec
+        self.start: Start | None = None
+        shared: Flat = flatten({})
+        if isinstance(origin, Start):
+            self.start = origin
+            shared, stacks, _ = origin
+        else:
+            stacks = origin
+        batch_tensors, batch_form = flatten(batch)
+        self.shared_count = len(shared[0])
+        self.stack_count = len(stacks[0])
+        self.inputs = [*shared[0], *stacks[0], *batch_tensors]
+        self.forms = shared[1], stacks[1], batch_form
+        self.result_form: Form = None
 
     def run(self, *tensors: Tensor) -> list[Tensor]:
         """Take the step for the whole stack.
@@ -96,29 +123,42 @@ class StackedStep:
         Returns:
             The tensors of the next carry, or of the reply if `part` is "only".
         """
-        self.oracle.gradients = 0  # tracing may run the function twice
-        inputs = tensors[: len(self.inputs)]
+        self.oracle.gradients = 0
+        shared = tensors[: self.shared_count]
+        stacks = tensors[self.shared_count : len(self.inputs)]
         numbers = tensors[len(self.inputs) :]
-        for_one = functools.partial(self._run_one, self.with_numbers(numbers))
-        result, spec = pytree.tree_flatten(self.apply(for_one, inputs))
-        # An equal structure is replaced by the same object, because objects are compared by id.
-        self.result_spec = self.carry_spec if spec == self.carry_spec else spec
+        for_one = functools.partial(self._run_one, self.with_numbers(numbers), shared)
+        result, self.result_form = flatten(self.apply(for_one, stacks))
         return result
 
     def with_numbers(self, numbers: Sequence[Tensor]) -> Phase:
         """Return the phase with tensors in place of its numbers."""
         return self.phase.with_numbers(dict(zip(self.phase.numbers, numbers, strict=True)))
 
-    def _run_one(self, phase: Phase, *inputs: Tensor) -> Nested:
-        carry = self.step_one(phase, *inputs)
+    def _run_one(self, phase: Phase, shared: Sequence[Tensor], *inputs: Tensor) -> Nested:
+        shared_form, stack_form, batch_form = self.forms
+        carry = unflatten(inputs[: self.stack_count], stack_form)
+        if self.start:
+            carry = self.start.run(phase, unflatten(shared, shared_form), carry)
+        batch = unflatten(inputs[self.stack_count :], batch_form)
+        carry = self.step_one(phase, carry, batch)
         if self.part == "only":
             return self.finish(phase, carry)
         return carry
 
-    def step_one(self, phase: Phase, *inputs: Tensor) -> Nested:
-        """Take the step for one client, without the `finish` of an "only" step."""
-        carry = pytree.tree_unflatten(inputs[: self.carry_count], self.carry_spec)
-        batch = pytree.tree_unflatten(inputs[self.carry_count :], self.batch_spec)
+    def nested_inputs(self) -> tuple[Nested, Nested, Nested]:
+        """Return what all clients share, and the stacks: the carry, or its origin; the batch."""
+        shared = self.inputs[: self.shared_count]
+        stacks = self.inputs[self.shared_count :]
+        shared_form, stack_form, batch_form = self.forms
+        return (
+            unflatten(shared, shared_form),
+            unflatten(stacks, stack_form),
+            unflatten(stacks[self.stack_count :], batch_form),
+        )
+
+    def step_one(self, phase: Phase, carry: Nested, batch: Nested) -> Nested:
+        """Take the step for one client, without `start` and without the `finish` of an "only"."""
         if self.part == "step":
             return phase.step(carry, self.oracle, batch)
         return phase.first(carry, self.oracle, batch)
@@ -133,6 +173,7 @@ class StepRunner:
     Args:
         problem: What is solved.
         graphs: The CUDA graphs of a GPU; None on a CPU.
+
     Attributes:
         measured: floating-point operations and peak bytes of each part for one client, by name.
         calls: The number of PyTorch operations of each part, by name.
@@ -150,8 +191,7 @@ class StepRunner:
         self.uses: dict[str, int] = {}
         self.traces: dict[str, TracedStep | None] = {}
         self._names: dict[Hashable, str] = {}
-        self._part_names: dict[Hashable, tuple[str, str]] = {}  # for a stack, for one client
-        self._finish_costs: dict[str, TaskCost] = {}  # of the finish after an "only" step
+        self._known: dict[Hashable, KnownStep] = {}
 
     def mark(self) -> dict[str, Any]:
         """Return what determines which steps are traced: a traced step rounds differently."""
@@ -166,7 +206,7 @@ class StepRunner:
         self.measured = dict(mark.get("measured", {}))
         self.calls = dict(mark.get("calls", {}))
         self.uses = dict(mark.get("uses", {}))
-        self._finish_costs = {}
+        self._known = {}
 
     def count_use(self, name: str) -> int:
         """Count one more use; return the uses so far."""
@@ -181,44 +221,26 @@ class StepRunner:
 
     def part_cost(
         self, phase: Phase, part: str, fn: Callable[..., Nested], *args: Nested
-    ) -> TaskCost:
-        """Return what a part of a task, fn(*args), costs one client of a stack."""
-        tensors, spec = pytree.tree_flatten(args)
+    ) -> tuple[TaskCost, int]:
+        """Return what a part of a task, fn(*args), costs one client of a stack.
 
-        def flat(*tensors: Tensor) -> Nested:
-            return fn(*pytree.tree_unflatten(tensors, spec))
+        It is measured once, on the first client of the stack alone: a stack holds more than its
+        clients would, and a trace leaves out what is computed for nothing.
 
-        _, cost = self._name_and_cost(phase, part, flat, tensors, spec)
-        return cost
-
-    def _name_and_cost(
-        self,
-        phase: Phase,
-        part: str,
-        fn: Callable[..., Nested],
-        inputs: list[Tensor],
-        spec: Hashable,
-    ) -> tuple[str, TaskCost]:
-        """Return a name for a part with inputs of these shapes, and what it costs one client.
-
-        The cost is measured on the first client of the stack alone, once. A stack holds more than
-        its clients would, and a trace leaves out what is computed for nothing.
+        Returns:
+            The cost, and the number of PyTorch operations.
         """
-        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs)
-        key = (phase.structure, part, spec, shapes)
-        if key not in self._part_names:
-            client_shapes = tuple((tensor.shape[1:], tensor.dtype) for tensor in inputs)
-            client_key = (phase.structure, part, spec, client_shapes)
-            self._part_names[key] = self.name(key), self.name(client_key)
-        name, client_name = self._part_names[key]
-        if client_name not in self.measured:
-            first_client = [tensor[:1] for tensor in inputs]
+        tensors, form = flatten(args)
+        shapes = tuple([(tensor.shape[1:], tensor.dtype) for tensor in tensors])
+        name = self.name((phase.structure, part, form, shapes))
+        if name not in self.measured:
+            first_client = [tensor[:1] for tensor in tensors]
             with Meter() as meter:
-                apply_to_one(fn, first_client)
-            self.measured[client_name] = (meter.flops, nbytes(first_client) + meter.peak_bytes)
+                apply_to_one(lambda *tensors: fn(*unflatten(tensors, form)), first_client)
+            self.measured[name] = (meter.flops, nbytes(first_client) + meter.peak_bytes)
             self.calls[name] = meter.calls
-        flops, peak_bytes = self.measured[client_name]
-        return name, TaskCost(flops=flops, peak_bytes=peak_bytes)
+        flops, peak_bytes = self.measured[name]
+        return TaskCost(flops=flops, peak_bytes=peak_bytes), self.calls.get(name, 0)
 
     def run_fused(self, label: Hashable, fn: Callable[..., Nested], *args: Nested) -> Nested:
         """Return fn(*args), compiled if the task is being captured for a compiled run.
@@ -232,23 +254,23 @@ class StepRunner:
         """
         if not (self.compiling and self.graphs and self.graphs.capturing):
             return fn(*args)
-        tensors, spec = pytree.tree_flatten(args)
-        result_spec = spec
+        tensors, form = flatten(args)
+        result_form = form
 
         def flat(*tensors: Tensor) -> list[Tensor]:
-            nonlocal result_spec
-            result, result_spec = pytree.tree_flatten(fn(*pytree.tree_unflatten(tensors, spec)))
+            nonlocal result_form
+            result, result_form = flatten(fn(*unflatten(tensors, form)))
             return result
 
         def compile_flat() -> TracedStep:
             run = self._trace(flat, tensors)
-            return TracedStep(run, result_spec, gradients=0)
+            return TracedStep(run, result_form, gradients=0)
 
-        name = self.name((label, spec, signature(tensors)))
+        name = self.name((label, form, signature(tensors)))
         traced = self._find_or_trace(name, str(label), compile_flat)
         if traced is None:
             return fn(*args)
-        return pytree.tree_unflatten(list(traced.run(*tensors)), traced.result_spec)
+        return unflatten(traced.run(*tensors), traced.result_form)
 
     def _find_or_trace(
         self, name: str, what: str, make: Callable[[], TracedStep]
@@ -273,7 +295,7 @@ class StepRunner:
         return trace(fn, args)
 
     def run_step(
-        self, step: StackedStep, numbers: Sequence[Tensor], known: KnownSteps
+        self, step: StackedStep, numbers: Sequence[Tensor]
     ) -> tuple[list[Tensor], TaskCost]:
         """Take one step of a stack.
 
@@ -283,86 +305,59 @@ class StepRunner:
         Args:
             step: The step.
             numbers: The numbers of its phase.
-            known: Names and costs of steps of this task; new ones are added.
 
         Returns:
             The tensors of the result, and what each client spent.
         """
-        name, cost = self._step_cost(step, numbers, known)
-        replayed = None
-        if self._is_replayed(name, step, cost):
-            replayed = self._replay(step, numbers, name)
-        if replayed is None:
-            result = step.run(*step.inputs, *numbers)
-            return result, cost._replace(gradients=step.oracle.gradients)
-        result, gradients = replayed
-        return result, cost._replace(gradients=gradients)
-
-    def _step_cost(
-        self, step: StackedStep, numbers: Sequence[Tensor], known: KnownSteps
-    ) -> tuple[str, TaskCost]:
-        shapes = tuple((tensor.shape, tensor.stride()) for tensor in step.inputs)
-        key = (step.part, id(step.carry_spec), shapes)
-        if key not in known:
-            phase = step.with_numbers(numbers)
-            for_one = functools.partial(step.step_one, phase)
-            specs = (step.carry_spec, step.batch_spec)
-            name, cost = self._name_and_cost(phase, step.part, for_one, step.inputs, specs)
-            if step.part == "only":
-                if name not in self._finish_costs:
-                    carry = apply_to_one(for_one, [tensor[:1] for tensor in step.inputs])
-                    finish = functools.partial(step.finish, phase)
-                    finish_cost = self.part_cost(phase, "finish", finish, carry)
-                    self._finish_costs[name] = finish_cost
-                cost = cost.then(self._finish_costs[name])
-            known[key] = step.carry_spec, name, cost
-        _, name, cost = known[key]
-        return name, cost
-
-    def _is_replayed(self, name: str, step: StackedStep, cost: TaskCost) -> bool:
-        """Tell whether a step runs from a trace this time."""
-        if self.graphs:
-            return self.graphs.capturing and self.calls.get(name, 0) <= TRACE_CALLS
-        clients = len(step.inputs[0])
-        if cost.flops * clients > TRACE_BELOW:
-            return False
-        return self.count_use(name) > TRACE_FROM
-
-    def _replay(
-        self, step: StackedStep, numbers: Sequence[Tensor], name: str
-    ) -> tuple[list[Tensor], int] | None:
-        """Run a step from its trace; return its result and gradients, or None if it has no trace.
-
-        On a CPU, the first step's carry often contains sums that start from 0. Those zeros are part
-        of the trace instead of inputs, so that nothing is added to them.
-        """
-        zeros: list[int] = []
-        if not self.graphs and step.part != "step":
-            zeros = [j for j in range(step.carry_count) if _is_shared_zero(step.inputs[j])]
-        inputs = [tensor for j, tensor in enumerate(step.inputs) if j not in zeros]
-        inputs.extend(numbers)
-
-        def run(*inputs: Tensor) -> list[Tensor]:
-            remaining = iter(inputs)
-            tensors = []
-            for j, tensor in enumerate(step.inputs):
-                if j in zeros:
-                    tensors.append(torch.zeros(tensor.shape, dtype=tensor.dtype))
-                else:
-                    tensors.append(next(remaining))
-            return step.run(*tensors, *remaining)
-
-        def make() -> TracedStep:
-            traced = self._trace(run, inputs)
-            return TracedStep(traced, step.result_spec, step.oracle.gradients)
-
-        traced = self._find_or_trace(f"{name}{zeros or ''}", f"phase {step.phase.name!r}", make)
+        known = self._known_step(step, numbers)
+        traced = None
+        if self._is_replayed(known, clients=len(step.inputs[-1])):
+            traced = self._find_or_trace(
+                known.name, f"phase {step.phase.name!r}", lambda: self._trace_step(step, numbers)
+            )
         if traced is None:
-            return None
-        step.result_spec = traced.result_spec
-        return list(traced.run(*inputs)), traced.gradients
+            result = step.run(*step.inputs, *numbers)
+            return result, known.cost._replace(gradients=step.oracle.gradients)
+        step.result_form = traced.result_form
+        result = list(traced.run(*step.inputs, *numbers))
+        return result, known.cost._replace(gradients=traced.gradients)
 
+    def _known_step(self, step: StackedStep, numbers: Sequence[Tensor]) -> KnownStep:
+        """Return what is known of steps with inputs of these shapes."""
+        shapes = tuple([(each.shape, each.stride(), each.dtype) for each in step.inputs])
+        key = (step.phase.structure, step.part, step.forms, shapes)
+        if key not in self._known:
+            self._known[key] = KnownStep(self.name(key), *self._step_cost(step, numbers))
+        return self._known[key]
 
-def _is_shared_zero(tensor: Tensor) -> bool:
-    """Tell whether all clients start with the same zeros, as `expand` makes them."""
-    return tensor.stride(0) == 0 and not bool(tensor[0].any())
+    def _step_cost(self, step: StackedStep, numbers: Sequence[Tensor]) -> tuple[TaskCost, int]:
+        """Return the cost of a step, as `part_cost` does; each of its parts is measured alone."""
+        phase = step.with_numbers(numbers)
+        cost = TaskCost()
+        shared, carry, batch = step.nested_inputs()
+        if step.start:
+            start = functools.partial(step.start.run, phase)
+            args = pytree.tree_map(lambda tensor: tensor.unsqueeze(0), shared), carry
+            cost, _ = self.part_cost(phase, "start", start, *args)
+            carry = vectorized(start, apply_to_one)(*args)
+        take_step = functools.partial(step.step_one, phase)
+        step_cost, calls = self.part_cost(phase, step.part, take_step, carry, batch)
+        cost = cost.then(step_cost)
+        if step.part == "only":
+            carry = vectorized(take_step, apply_to_one)(carry, batch)
+            finish = functools.partial(step.finish, phase)
+            finish_cost, _ = self.part_cost(phase, "finish", finish, carry)
+            cost = cost.then(finish_cost)
+        return cost, calls
+
+    def _is_replayed(self, known: KnownStep, clients: int) -> bool:
+        """Tell whether a step of so many clients runs from a trace this time."""
+        if self.graphs:
+            return self.graphs.capturing and known.calls <= TRACE_CALLS
+        if known.cost.flops * clients > TRACE_BELOW:
+            return False
+        return self.count_use(known.name) > TRACE_FROM
+
+    def _trace_step(self, step: StackedStep, numbers: Sequence[Tensor]) -> TracedStep:
+        traced = self._trace(step.run, [*step.inputs, *numbers])
+        return TracedStep(traced, step.result_form, step.oracle.gradients)
