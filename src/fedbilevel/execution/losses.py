@@ -19,6 +19,7 @@ from fedbilevel.federation.task import on_client
 
 MAX_CLIENTS = 100
 MAX_SAMPLES = 2048  # per level, over all evaluated clients
+CHECKED = 4  # how many times as many samples the losses are tried on before a run
 
 
 def evaluation_subset(
@@ -43,8 +44,8 @@ def evaluation_subset(
 class ClientLosses:
     """One client's upper and lower loss, on a batch that is drawn once.
 
-    Constructing it also evaluates both losses on all of the client's data, so that a loss that
-    fails on them does so before the run.
+    Constructing it also tries both losses on `CHECKED` times as many samples, on all of a small
+    client's, so that a loss that fails on them does so before the run.
 
     Args:
         oracle: The problem's derivatives and losses.
@@ -84,7 +85,9 @@ class ClientLosses:
         self.batch = _on_device(Batch(train, val, key), device)
         checked = self.batch
         if oracle.problem.lower_level == "shared":
-            checked = _on_device(Batch(data.train, data.val, key), device)
+            train = _subsample(data.train, fold_in(key, 2), CHECKED * samples)
+            val = _subsample(data.val, fold_in(key, 3), CHECKED * samples)
+            checked = _on_device(Batch(train, val, key), device)
         self(Tree(oracle.problem.x), Tree(oracle.problem.y), checked)
 
     def __call__(self, x: Tree, y: Tree, batch: Batch) -> tuple[Tensor, Tensor]:
