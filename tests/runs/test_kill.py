@@ -78,9 +78,9 @@ def test_a_comparison_that_is_killed_three_times_and_interrupted_once(tmp_path: 
     for algorithm in ("simfbo", "shrofbo"):
         folders += [runs / algorithm / f"seed-{seed}" for seed in (0, 1)]
     command = ["compare", file, "--algorithms", "simfbo,shrofbo", "--seeds", 2, "--jobs", 2]
-    command += ["--out", runs, "--rounds", 80]
+    command += ["--out", runs, "--rounds", 200]
     # The first kill comes while the first members start. The others come after this number of new
-    # evaluations; each of the four members has 41, so that the end is far away.
+    # evaluations; each of the four members has 101, so that the end is far away.
     ends = [
         (0, signal.SIGKILL),
         (20, signal.SIGKILL),

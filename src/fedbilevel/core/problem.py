@@ -16,7 +16,7 @@ from fedbilevel.core import checks
 from fedbilevel.core.markup import describe_tree, html_table
 from fedbilevel.core.precision import DERIVATIVES, PRECISIONS, Derivatives, Precision
 from fedbilevel.core.submodels import count_units
-from fedbilevel.core.tree import Tree
+from fedbilevel.core.tree import Tree, is_finite
 
 Data = tuple[Tensor, ...] | dict[str, Tensor]
 Loss = Callable[..., Tensor]
@@ -141,7 +141,7 @@ def _check_side(side: str, data: object) -> None:
                 f"{side}[{name}] must be a tensor whose leading axis counts samples, "
                 f"got {_describe(value)}"
             )
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if value.is_floating_point() and not is_finite(value):
             raise ValueError(
                 f"{side}[{name}] holds NaN or infinity; every number in the data must be finite"
             )
@@ -359,6 +359,14 @@ class Problem:
     def start(self) -> tuple[Tree, Tree]:
         """The initial x and y of the server as trees; `x` and `y` have those of the clients too."""
         return self.server_part(self.x), self.server_part(self.y)
+
+    @functools.cached_property
+    def sent_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """For "x" and "y", the shape of each tensor that is sent, by name."""
+        shapes = {}
+        for name, variable in zip("xy", self.sent, strict=True):
+            shapes[name] = {key: tuple(tensor.shape) for key, tensor in variable.items()}
+        return shapes
 
     def to(self, device: str) -> Problem:
         """A copy of this problem with x and y on another device.

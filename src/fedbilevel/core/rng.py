@@ -19,13 +19,14 @@ Examples:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C import _functorch as functorch
 
 
 def _signed(value: int) -> int:
@@ -62,11 +63,11 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _is_small_on_cpu(bits: Tensor) -> bool:
-    """Tell whether a tensor is a plain one on the CPU, with few entries.
+    """Tell whether a tensor is a plain one on the CPU, with few entries, outside of transforms.
 
     NumPy takes a third of the time for the keys of a cohort.
     """
-    if type(bits) is not Tensor or is_functorch_wrapped_tensor(bits):
+    if type(bits) is not Tensor or functorch.maybe_current_level() is not None:
         return False
     return bits.device.type == "cpu" and bits.numel() <= SMALL
 
@@ -74,6 +75,19 @@ def _is_small_on_cpu(bits: Tensor) -> bool:
 def _to_words(bits: Tensor) -> np.ndarray:
     """View 64-bit integers as an array of unsigned ones, which has at least one dimension."""
     return np.atleast_1d(bits.numpy()).view(np.uint64)
+
+
+def _mixed_words(data: int | Tensor) -> np.ndarray | np.uint64:
+    """Return what is folded into a key for these numbers."""
+    if isinstance(data, Tensor):
+        return _mix_words(_to_words(data.long()) + GOLDEN_WORD)
+    return np.uint64(_mix_int(data + GOLDEN) % (1 << 64))
+
+
+@functools.lru_cache(maxsize=256)
+def _mixed_range(numbers: range) -> np.ndarray:
+    """`_mixed_words` of the numbers in a range."""
+    return _mix_words(np.array(numbers, dtype=np.int64).view(np.uint64) + GOLDEN_WORD)
 
 
 def _from_words(words: np.ndarray, shape: Sequence[int]) -> Tensor:
@@ -116,12 +130,13 @@ def root(seed: int, purpose: str) -> Tensor:
     return torch.tensor(_mix_int(seed ^ _mix_int(crc32(purpose.encode()) + GOLDEN)))
 
 
-def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+def fold_in(key: Tensor, *data: int | Tensor) -> Tensor:
     """Derive a key from a key and a number, such as the index of a client or of a step.
 
     Args:
         key: One key or many.
-        data: A number, or an integer tensor whose shape broadcasts with that of `key`.
+        *data: Numbers, or integer tensors whose shapes broadcast with that of `key`, to fold in one
+            after the other.
 
     Returns:
         The new keys. The order matters: folding in 1 and then 2 is not folding in 2 and then 1.
@@ -131,14 +146,54 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         tensor(-2367207789098686351)
         >>> fold_in(root(0, "cohort"), torch.arange(4)).shape
         torch.Size([4])
+        >>> bool(fold_in(root(0, "cohort"), 1, 2) == fold_in(fold_in(root(0, "cohort"), 1), 2))
+        True
     """
-    if not isinstance(data, Tensor):
-        return _mix(key ^ _mix_int(data + GOLDEN))
-    if _is_small_on_cpu(key) and _is_small_on_cpu(data):
-        numbers = _mix_words(_to_words(data.long()) + GOLDEN_WORD)
-        words = _mix_words(_to_words(key) ^ numbers)
-        return _from_words(words, words.shape if key.ndim or data.ndim else ())
-    return _mix(key ^ _mix(data.long() + GOLDEN))
+    tensors = [key, *(each for each in data if isinstance(each, Tensor))]
+    if all(map(_is_small_on_cpu, tensors)):
+        words = _to_words(key)
+        for each in data:
+            words = _mix_words(words ^ _mixed_words(each))
+        is_single = not any(tensor.ndim for tensor in tensors)
+        return _from_words(words, () if is_single else words.shape)
+    for each in data:
+        if isinstance(each, Tensor):
+            key = _mix(key ^ _mix(each.long() + GOLDEN))
+        else:
+            key = _mix(key ^ _mix_int(each + GOLDEN))
+    return key
+
+
+def fold_in_ranges(key: Tensor, *ranges: range) -> Tensor:
+    """Derive a key for each combination of a key with a number of each range.
+
+    Args:
+        key: One key or many.
+        *ranges: The numbers to fold in one after the other.
+
+    Returns:
+        Keys of shape (length of each range, *key.shape).
+
+    Examples:
+        >>> keys = fold_in(root(0, "example"), torch.arange(5))
+        >>> by_step = fold_in_ranges(keys, range(3), range(10, 12))
+        >>> by_step.shape
+        torch.Size([3, 2, 5])
+        >>> bool((by_step[2, 0] == fold_in(keys, 2, 10)).all())
+        True
+    """
+    shape = (*map(len, ranges), *key.shape)
+    if _is_small_on_cpu(key) and math.prod(shape) <= SMALL:
+        words = _to_words(key)
+        for position, each in enumerate(ranges):
+            ones = (1,) * (len(shape) - position - 1)
+            words = _mix_words(words ^ _mixed_range(each).reshape(-1, *ones))
+        return _from_words(words, shape)
+    for position, each in enumerate(ranges):
+        ones = (1,) * (len(shape) - position - 1)
+        numbers = torch.arange(each.start, each.stop, device=key.device)
+        key = fold_in(key, numbers.view(-1, *ones))
+    return key
 
 
 def bits(key: Tensor, count: int) -> Tensor:

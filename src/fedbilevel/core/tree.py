@@ -7,7 +7,8 @@ that an update reads as it is printed: `x - lr * direction`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,18 +62,18 @@ class Tree(dict[str, Tensor]):
         )
 
     def __add__(self, other: Tree) -> Tree:
-        return self.map(torch.add, other)
+        return Tree({name: value + other[name] for name, value in self.items()})
 
     def __sub__(self, other: Tree) -> Tree:
-        return self.map(torch.sub, other)
+        return Tree({name: value - other[name] for name, value in self.items()})
 
     def __mul__(self, scale: Scalar) -> Tree:
-        return self.map(lambda value: value * scale)
+        return Tree({name: value * scale for name, value in self.items()})
 
     __rmul__ = __mul__
 
     def __truediv__(self, scale: Scalar) -> Tree:
-        return self.map(lambda value: value / scale)
+        return Tree({name: value / scale for name, value in self.items()})
 
     def __neg__(self) -> Tree:
         return self.map(torch.neg)
@@ -240,24 +241,26 @@ def is_finite(values: object) -> bool:
         >>> is_finite([torch.tensor([1.0, float("nan")])])
         False
     """
-    leaves = pytree.tree_leaves(values)
+    leaves = _leaves(values)
     if not all(math.isfinite(leaf) for leaf in leaves if not isinstance(leaf, Tensor)):
         return False
     by_device: dict[torch.device, list[Tensor]] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             by_device.setdefault(leaf.device, []).append(leaf)
-    # A NaN or an infinity makes the sum of all entries NaN or infinite, and reading that sum
-    # synchronises with each device once. Finite entries can overflow in the sum, though rarely:
-    # only then is every tensor looked at.
-    sums = {
-        device: torch.stack([tensor.sum().double() for tensor in tensors]).sum()
-        for device, tensors in by_device.items()
-    }
-    return all(
-        math.isfinite(total) or all(bool(torch.isfinite(t).all()) for t in by_device[device])
-        for device, total in sums.items()
-    )
+    return all(map(_all_finite, by_device.values()))
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors on one device are finite; waits for the device once.
+
+    A NaN or an infinity makes the sum of all entries NaN or infinite. Finite entries can overflow
+    in the sum, though rarely: only then is every tensor looked at.
+    """
+    total = tensors[0].new_zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        total += tensor.sum()
+    return math.isfinite(total) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def nbytes(values: object) -> int:
@@ -275,4 +278,19 @@ def nbytes(values: object) -> int:
         >>> nbytes({"x": Tree(w=torch.ones(2)), "steps": 3})
         8
     """
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return sum(leaf.nbytes for leaf in _leaves(values) if isinstance(leaf, Tensor))
+
+
+def _leaves(values: object) -> list[Any]:
+    """The leaves of a nested value; those of trees by name without PyTorch's slower pytrees."""
+    if not isinstance(values, dict):
+        return pytree.tree_leaves(values)
+    leaves: list[Any] = []
+    for value in values.values():
+        if isinstance(value, Tensor):
+            leaves.append(value)
+        elif isinstance(value, Tree):
+            leaves.extend(value.values())
+        else:
+            leaves.extend(pytree.tree_leaves(value))
+    return leaves

@@ -89,13 +89,14 @@ class Assigner:
             broadcasts[submodel] = self._broadcast(
                 phase, message, round_, iteration, submodel, index
             )
-        numbers = torch.arange(self.tasks_made, self.tasks_made + len(clients))
+        numbers = range(self.tasks_made, self.tasks_made + len(clients))
         self.tasks_made += len(clients)
-        keys = fold_in(fold_in(root(self.seed, phase.name), numbers), torch.tensor(clients))
+        key = root(self.seed, phase.name)
+        keys = fold_in(key, torch.tensor(numbers), torch.tensor(clients))
         weights = self.weights()
         columns = zip(
             [broadcasts[submodel] for submodel in submodels or [None] * len(clients)],
-            numbers.tolist(),
+            numbers,
             itertools.count(),
             clients,
             self._steps(phase, keys, clients, round_),
@@ -157,7 +158,7 @@ class Assigner:
     def _steps(self, phase: Phase, keys: Tensor, clients: Sequence[int], round_: int) -> list[int]:
         """How many steps each client takes."""
         if phase.steps == "local":
-            return self.environment.draw_local_steps(fold_in(keys, 0), clients)
+            return self.environment.draw_local_steps(keys, clients)
         if phase.epochs is None:
             return [int(phase.steps)] * len(clients)
         steps = []

@@ -215,11 +215,11 @@ class Environment:
         return [(for_x[client % len(for_x)], for_y[client % len(for_y)]) for client in clients]
 
     def draw_local_steps(self, keys: Tensor, clients: Sequence[int]) -> list[int]:
-        """tau_i, the number of local steps, of each of these clients; one key per client."""
+        """tau_i, the number of local steps, of each of these clients; one key per client's task."""
         if isinstance(self.local_steps, list):
             return [self.local_steps[client] for client in clients]
         if isinstance(self.local_steps, tuple):
-            return integers(fold_in(keys, 0), *self.local_steps).tolist()
+            return integers(fold_in(keys, 0, 0), *self.local_steps).tolist()
         return [self.local_steps] * len(clients)
 
 

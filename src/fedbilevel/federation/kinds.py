@@ -49,15 +49,17 @@ def reply_mismatch(
     dtype = next(iter(problem.x.values())).dtype
     for name, kind in declared.items():
         value = values[name]
-        expected = {}
-        for key, shape in _kind_shapes(kind, problem, submodel).items():
-            expected[key] = (*leading, *shape)
-        is_scalar = kind == "scalar" and isinstance(value, Tensor)
-        is_tree = kind != "scalar" and isinstance(value, Tree)
-        if not (is_scalar or is_tree) or _shapes(value) != expected:
+        tensors = {"": value}
+        if kind != "scalar" and isinstance(value, Tree):
+            tensors = value
+        expected = _kind_shapes(kind, problem, submodel)
+        if tensors.keys() != expected.keys() or not all(
+            isinstance(tensor, Tensor) and tensor.shape == (*leading, *expected[key])
+            for key, tensor in tensors.items()
+        ):
             what = repr(kind) if isinstance(kind, str) else "the tree"
             return f"replied with {name!r} of another shape than {what}, which it declares"
-        if kind in ("x", "y") and any(t.dtype != dtype for t in value.values()):
+        if kind in ("x", "y") and any(t.dtype != dtype for t in tensors.values()):
             return f"replied with {name!r} of another dtype than {dtype}"
     return None
 
@@ -115,19 +117,12 @@ def _variable(kind: str, problem: Problem) -> Tree:
 
 def _kind_shapes(
     kind: Kind, problem: Problem, submodel: Submodel | None
-) -> dict[str, tuple[int, ...]]:
+) -> Mapping[str, tuple[int, ...]]:
     """The shape of each tensor of a value of this kind; a scalar is a tensor without a name."""
     if not isinstance(kind, str):
-        return {name: tuple(shape) for name, shape in kind.items()}
+        return kind
     if kind == "scalar":
         return {"": ()}
-    whole = _variable(kind, problem)
     if submodel is None:
-        return _shapes(whole)
-    return submodel.shapes(whole)
-
-
-def _shapes(value: Tensor | Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    if isinstance(value, Tensor):
-        return {"": tuple(value.shape)}
-    return {name: tuple(tensor.shape) for name, tensor in value.items()}
+        return problem.sent_shapes[kind]
+    return submodel.shapes(_variable(kind, problem))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.devices import fetch_async
+from fedbilevel.core.devices import constant, fetch_async
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodels import Submodel
 from fedbilevel.core.tree import Tree, flatten, is_finite, unflatten, zeros_like
@@ -349,7 +349,7 @@ class Replies:
             stack: Their values; the leading axis goes over `replies`.
             submodel: The part of the model that these clients hold.
         """
-        steps = torch.tensor([reply.steps for reply in replies], dtype=torch.float64)
+        steps = constant(tuple([reply.steps for reply in replies]), "cpu", torch.float64)
         stack = {**stack, "steps": steps}
         sums = weighted_sum(stack, _weights(replies))
         if not is_finite(sums):
@@ -494,4 +494,4 @@ def _total_weight(replies: Sequence[Reply]) -> float:
 
 
 def _weights(replies: Sequence[Reply]) -> Tensor:
-    return torch.tensor([reply.weight for reply in replies], dtype=torch.float64)
+    return constant(tuple([reply.weight for reply in replies]), "cpu", torch.float64)

@@ -35,7 +35,13 @@ def weighted_sum(stack: Values, weights: Tensor, mask: Tensor | None = None) -> 
             rows = rows.where(mask.unsqueeze(1), 0.0)
         return (weights_as(rows.device, rows.dtype) @ rows).reshape(values.shape[1:])
 
-    return pytree.tree_map(total, stack)  # type: ignore[no-any-return]
+    sums = {}
+    for name, value in stack.items():
+        if isinstance(value, Tree):
+            sums[name] = value.map(total)
+        else:
+            sums[name] = pytree.tree_map(total, value)
+    return sums
 
 
 def _joined(value: Any) -> Any:

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fedbilevel.core.devices import to_device
 from fedbilevel.core.problem import Batch, ClientData, Data, named_tensors, repack
-from fedbilevel.core.rng import fold_in, rows
+from fedbilevel.core.rng import fold_in_ranges, rows
 from fedbilevel.execution._batches import LOSS_STREAM, SIDES
 from fedbilevel.federation.phase import Sides
 
 # Random words that are drawn at once: many steps together take little longer than one.
 LOOKAHEAD_WORDS = 1 << 22
 
-Lookahead = tuple[int, Tensor]  # the first of some consecutive turns, and a row for each of them
+Lookahead = tuple[int, Tensor]  # the first of some consecutive turns, and what is drawn for them
 RunFused = Callable[..., Any]  # (label, fn, *args) -> fn(*args), see StepRunner.run_fused
 
 # (side, indices) -> samples: `indices` has a row for each of the first clients of a stack; None
@@ -91,7 +90,7 @@ class StackBatches:
         self.paired = paired
         self.samples = 0
         self._full: dict[str, Data] = {}
-        self._key_lookahead: Lookahead = (0, keys[:0])
+        self._key_lookahead: Lookahead = (0, keys.new_zeros(3, 0))
         self._index_lookahead: dict[tuple[str, int], Lookahead] = {}
 
     def at(self, step: int, active: int) -> Batch | tuple[Batch, ...]:
@@ -104,7 +103,7 @@ class StackBatches:
         batches = []
         for draw in range(self.draws):
             sides = {side: self._side(side, step, draw, active) for side in self.sizes}
-            rng = self._keys_from(step)[0, LOSS_STREAM, draw, :active]
+            rng = self._keys_from(step)[LOSS_STREAM, 0, draw, :active]
             batches.append(Batch(**sides, rng=rng))
         if self.draws > 1:
             return tuple(batches)
@@ -117,6 +116,8 @@ class StackBatches:
                 self._full[side] = self.select(side, None)
             self.samples += count
             full = self._full[side]
+            if active == len(self.keys):
+                return full
             return repack(full, [stack[:active] for _, stack in named_tensors(full)])
         if self.epochs:
             batches_per_epoch = -(-size // count)
@@ -150,7 +151,7 @@ class StackBatches:
             count = size
         affordable = max(1, LOOKAHEAD_WORDS // (size * len(self.keys)))
         stream = 0 if self.paired else list(self.sizes).index(side)
-        keys = self._keys_from(turn)[: min(turns - turn, affordable), stream, draw]
+        keys = self._keys_from(turn)[stream, : min(turns - turn, affordable), draw]
 
         def draw_rows(keys: Tensor, *each: Tensor) -> Tensor:
             return rows(keys, size, count, *each)
@@ -160,23 +161,18 @@ class StackBatches:
         return indices
 
     def _keys_from(self, turn: int) -> Tensor:
-        """Return keys by turn (from this one on), stream, draw and client."""
+        """Return keys by stream, turn (from this one on), draw and client."""
         first, ahead = self._key_lookahead
-        if not first <= turn < first + len(ahead):
+        if not first <= turn < first + ahead.shape[1]:
             last = min(self.steps, turn + max(1, LOOKAHEAD_WORDS // len(self.keys)))
 
             def fold(keys: Tensor) -> Tensor:
-                streams = torch.arange(3, device=keys.device)
-                turns = torch.arange(turn, last, device=keys.device)
-                draws = torch.arange(self.draws, device=keys.device)
-                by_stream = fold_in(keys, streams.view(-1, 1, 1))
-                by_turn = fold_in(by_stream, turns.view(-1, 1, 1, 1))
-                return fold_in(by_turn, draws.view(-1, 1))
+                return fold_in_ranges(keys, range(3), range(turn, last), range(self.draws))
 
             first = turn
             ahead = self.run_fused(("keys", turn, last, self.draws), fold, self.keys)
             self._key_lookahead = first, ahead
-        return ahead[turn - first :]
+        return ahead[:, turn - first :]
 
 
 def batch_shape(

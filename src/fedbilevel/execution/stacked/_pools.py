@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fedbilevel.core.devices import to_device
+from fedbilevel.core.devices import constant, to_device
 from fedbilevel.core.problem import ClientData, Data, named_tensors, repack
 
 
@@ -67,12 +67,14 @@ class Pool:
         self.tensors: list[Tensor] = []
         self.used = 0
         self.starts: dict[int, int] = {}
+        self._last_view: tuple[tuple[int, int], Data] | None = None
 
     def load(self, data: Mapping[int, Data]) -> None:
         """Copy the samples of these clients into the pool, unless they are there already."""
         missing = [client for client in data if client not in self.starts]
         if not missing:
             return
+        self._last_view = None
         self.container = next(iter(data.values()))
         templates = [tensor for _, tensor in named_tensors(self.container)]
         bytes_per_row = sum(tensor[:1].nbytes for tensor in templates)
@@ -116,13 +118,18 @@ class Pool:
         """
         if indices is None:
             if len(starts) == 1 and not starts.is_cuda:
-                start = int(starts)
-                views = [tensor[start : start + size].unsqueeze(0) for tensor in self.tensors]
-                return repack(self.container, views)
+                return self._view(int(starts), size)
             indices = torch.arange(size, device=starts.device).expand(len(starts), size)
         rows = (starts[: len(indices)].unsqueeze(-1) + indices).flatten()
         selected = [_select_rows(t, rows).unflatten(0, indices.shape) for t in self.tensors]
         return repack(self.container, selected)
+
+    def _view(self, start: int, size: int) -> Data:
+        """Return consecutive samples as a stack of one client; a view, kept for the next round."""
+        if self._last_view is None or self._last_view[0] != (start, size):
+            views = [tensor[start : start + size].unsqueeze(0) for tensor in self.tensors]
+            self._last_view = (start, size), repack(self.container, views)
+        return self._last_view[1]
 
 
 def _size(data: Data) -> int:
@@ -149,6 +156,7 @@ class Pools:
         self.pools: dict[Hashable, Pool] = {}
         self._slices: WeakKeyDictionary[ClientData, dict[str, StorageSlice | None]]
         self._slices = WeakKeyDictionary()
+        self._shared: dict[str, tuple[Hashable, Pool]] = {}  # by side, the last pool of views
 
     def view_shared_storage(
         self, side: str, clients: Sequence[ClientData]
@@ -174,13 +182,12 @@ class Pools:
             if each is None or slices[0] is None or each.storages != slices[0].storages:
                 return None
             starts.append(each.start)
-        pool = Pool(0, "cpu")  # of views, for `select` only
-        pool.container = getattr(clients[0], side)
-        for _, tensor in named_tensors(pool.container):
-            numbers_per_row = tensor.stride(0)
-            rows = tensor.untyped_storage().nbytes() // tensor.itemsize // numbers_per_row
-            pool.tensors.append(tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride(), 0))
-        return pool, torch.tensor(starts)
+        assert slices[0] is not None
+        key = (slices[0].storages, clients[0].layouts[side])
+        # The last pool keeps its storages alive, so that equal addresses are the same storages.
+        if side not in self._shared or self._shared[side][0] != key:
+            self._shared[side] = key, _pool_of_views(getattr(clients[0], side))
+        return self._shared[side][1], constant(tuple(starts), self.device, torch.int64)
 
     def load(
         self, side: str, numbers: Sequence[int], clients: Sequence[ClientData]
@@ -200,6 +207,17 @@ class Pools:
         data = [getattr(client, side) for client in clients]
         pool.load(dict(zip(numbers, data, strict=True)))
         return pool, to_device([pool.starts[number] for number in numbers], self.device)
+
+
+def _pool_of_views(data: Data) -> Pool:
+    """Return a pool of the tensors that one client's samples are slices of, for `select` only."""
+    pool = Pool(0, "cpu")
+    pool.container = data
+    for _, tensor in named_tensors(data):
+        numbers_per_row = tensor.stride(0)
+        rows = tensor.untyped_storage().nbytes() // tensor.itemsize // numbers_per_row
+        pool.tensors.append(tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride(), 0))
+    return pool
 
 
 class StorageSlice(NamedTuple):

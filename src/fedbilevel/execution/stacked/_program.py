@@ -154,14 +154,10 @@ class StackProgram:
             return Start((leaves, form), flatten(stacked), start), TaskCost()
         # The shared message is an argument too, so that its bytes are counted.
         counted = [tensor.unsqueeze(0) for tensor in tensors]
-        cost, _ = self.step_runner.part_cost(
-            phase,
-            "start",
-            lambda _, stacked: start(phase, inputs.shared, stacked),
-            counted,
-            stacked,
-        )
         run = functools.partial(start, phase, inputs.shared)
+        cost, _ = self.step_runner.part_cost(
+            phase, "start", lambda _, stacked: run(stacked), counted, stacked
+        )
         return flatten(vectorized(run, self.apply)(stacked)), cost
 
     def _finish(self, phase: Phase, carries: list[Flat]) -> tuple[Values, TaskCost]:
