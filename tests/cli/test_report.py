@@ -49,3 +49,18 @@ def test_a_page_and_a_figure_are_written(digits: Path, tmp_path: Path) -> None:
     assert outcome == (0, f"page: {page}\nfigure: {figure}\n", "")
     assert page.read_text().startswith("<!doctype html>")
     assert figure.read_bytes().startswith(b"%PDF")
+
+
+def test_the_model_of_a_client_is_exported(tmp_path: Path) -> None:
+    options = {"clients": 3, "hidden": 4, "samples": 60}
+    task = fb.tasks.load("hyper-representation", **options, owner="client")
+    out = tmp_path / "run"
+    result = fb.solve(task.problem, task.clients, "simfbo", rounds=2, out=out)
+    outcome = invoke("export", out, "--client", 2, "--out", tmp_path / "model.safetensors")
+    assert outcome.code == 0, outcome
+    exported = load_file(tmp_path / "model.safetensors")
+    x, y = result.personal(2)
+    assert exported.keys() == {**x, **y}.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in {**x, **y}.items())
+    missing = invoke("export", out, "--client", 3, "--out", tmp_path / "model.safetensors")
+    assert_refused(missing, "client is 3; it must be 0 to 2")

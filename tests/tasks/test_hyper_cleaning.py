@@ -194,3 +194,13 @@ def test_weights_that_belong_to_the_clients_are_those_of_the_shared_vector() -> 
         assert metrics["auc"] > 0.5
     assert torch.equal(shared.corrupted, owned.corrupted)
     assert expected.history[-1]["bytes_up"] - result.history[-1]["bytes_up"] == 20 * 3 * 4 * 45
+
+
+def test_bytes_do_not_depend_on_how_many_samples_clients_weigh() -> None:
+    sent = []
+    for samples in (60, 600):
+        options = {"clients": 3, "samples": samples, "owner": "client"}
+        task = fb.tasks.load("hyper-cleaning", **options)
+        last = fb.solve(task.problem, task.clients, "simfbo", rounds=2).history[-1]
+        sent.append((last["bytes_up"], last["bytes_down"]))
+    assert sent[0] == sent[1]

@@ -33,11 +33,15 @@ def report(
 def export(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+    client: Annotated[
+        int | None,
+        typer.Option(help="The client whose own model to write; by default the server's."),
+    ] = None,
 ) -> None:
-    """Write the trained module of a run as a state_dict."""
+    """Write the trained module of a run, or a client's own, as a state_dict."""
     from safetensors.torch import save
 
     from fedbilevel.runs.load import load_run
 
-    out.write_bytes(save(load_run(folder).state_dict()))
+    out.write_bytes(save(load_run(folder).state_dict(client)))
     print(f"written: {out}")
