@@ -104,7 +104,8 @@ def build_run(config: Config, task: Task, fed: Federation) -> Run:
 
     Args:
         config: The resolved experiment.
-        task: Its task, which evaluates the run.
+        task: Its task, which evaluates the run; single clients only in a simulation, because real
+            ones keep their models.
         fed: The federation.
 
     Returns:
@@ -127,7 +128,7 @@ def build_run(config: Config, task: Task, fed: Federation) -> Run:
         task.evaluate,
         config.every,
         target,
-        task.evaluate_client,
+        task.evaluate_client if fed.transport.reads_own else None,
         config.metric or task.metric,
         callbacks,
     )

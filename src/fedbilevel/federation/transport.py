@@ -108,6 +108,7 @@ class Transport(ABC):
         ordered: Whether reports come in an order that does not depend on timing. If not, the
             federation sums the replies of an `ask` in the order of its clients, so that rounding
             does not depend on who was first.
+        reads_own: Whether `own` can read what clients have of a model for themselves.
 
     Examples:
         A federation asks its transport for the time and for the size of a client's data:
@@ -120,6 +121,7 @@ class Transport(ABC):
     """
 
     ordered: ClassVar[bool] = False
+    reads_own: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -78,6 +78,7 @@ class VirtualClock(Transport):
     """
 
     ordered = True
+    reads_own = True
 
     def __init__(
         self,

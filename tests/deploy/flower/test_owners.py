@@ -15,6 +15,7 @@ from fedbilevel.deploy.flower import client
 from fedbilevel.deploy.flower.wire import decode
 from fedbilevel.execution.memories import OWN
 from tests.support.flower import (
+    HYPER_REPRESENTATION,
     FakeGrid,
     Handler,
     advance,
@@ -77,6 +78,16 @@ def test_nodes_compute_as_a_simulation_and_send_nothing_of_their_own(
     assert measured == pytest.approx(losses, abs=1e-12)
     with pytest.raises(LookupError, match="the own model of client 1 is with it"):
         run.result.personal(1)
+
+
+def test_a_real_federation_does_not_ask_for_the_metrics_of_single_clients() -> None:
+    task = {**HYPER_REPRESENTATION, "owner": "client"}
+    table = {"task": task, "data": {"name": "digits"}, "algorithm": {"name": "simfbo"}}
+    config = resolve_config({**table, "rounds": 1, "every": 1})
+    _, run = real_federation(FakeGrid(3), config)
+    assert [metrics["round"] for metrics in run] == [0, 1]
+    assert "test_accuracy" not in run.history[-1]
+    assert "test_accuracy_worst" in next(iter(simulated_run(config)))
 
 
 def tensors(values: Any) -> list[Tensor]:
