@@ -23,6 +23,7 @@ _MODULES = {
     "regularization": "regularization",
     "few-shot": "few_shot",
     "loss-tuning": "loss_tuning",
+    "mixture": "mixture",
 }
 
 

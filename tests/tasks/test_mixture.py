@@ -1,0 +1,98 @@
+"""The mixture task: its losses in closed form, its texts, and what weights learn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fedbilevel as fb
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.tasks import mixture
+
+SMALL: dict[str, Any] = {
+    "owners": ["json", "xml", "shuffled:json"],
+    "target": "json",
+    "characters": 20_000,
+    "context": 16,
+    "width": 16,
+    "depth": 1,
+}
+
+
+def test_the_losses_are_the_weighted_ones_of_the_owners_and_that_of_the_target() -> None:
+    task = fb.tasks.load("mixture", **SMALL, ridge=0.0, start=[0.5, 0.3, 0.2])
+    x, y = task.problem.start
+    oracle = Oracle(task.problem)
+    net = mixture.Transformer(16, 1, 4, 16)
+    net.load_state_dict(y)
+    uppers = []
+    for i, client in enumerate(task.clients):
+        batch = fb.Batch(client.train, client.val)
+        tokens = client.train[0].long()
+        plain = F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        torch.testing.assert_close(oracle.lower(x, y, batch), 3 * x["weights"][i] * plain.detach())
+        uppers.append(float(oracle.upper(x, y, batch).detach()))
+    windows = task.clients[0].val[0].long()
+    target = F.cross_entropy(net(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()).detach()
+    assert uppers[1:] == [0.0, 0.0]
+    assert sum(uppers) / 3 == pytest.approx(float(target), rel=1e-5)
+
+
+def test_texts_are_those_of_the_packages_or_of_files(tmp_path: Path) -> None:
+    text = mixture.read_text("json", 3000)
+    shuffled = mixture.read_text("shuffled:json", 3000)
+    assert text != shuffled
+    assert Counter(text) == Counter(shuffled)
+    mixture.write_texts(["json"], 3000, tmp_path)
+    assert mixture.read_text("json", 3000, tmp_path) == text
+    with pytest.raises(ValueError, match=r"owner is 'xml', but there is no .*xml\.txt"):
+        mixture.read_text("xml", 3000, tmp_path)
+    with pytest.raises(ValueError, match="owner is 'nothing', which is not an installed package"):
+        mixture.read_text("nothing", 3000)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"digest": "0" * 16}, "digest is '0000000000000000', but the texts have '"),
+        ({"start": [1.0]}, "start has 1 entries; there are 3 owners"),
+        ({"target": "email"}, "target is 'email'"),
+        ({"context": 1000}, "'json' has 20000 bytes of text; with context=1000 it must have"),
+    ],
+)
+def test_refuses_what_does_not_fit(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        fb.tasks.load("mixture", **{**SMALL, **options})
+
+
+def test_validation_and_test_text_are_not_trained_on() -> None:
+    task = fb.tasks.load("mixture", **SMALL)
+    train, val = (side[0] for side in (task.clients[0].train, task.clients[0].val))
+    windows = mixture._windows("json", mixture.read_text("json", 20_000), 16)
+    assert torch.equal(torch.cat([train, val]), windows[: len(train) + len(val)])
+    assert len(windows) - len(train) - len(val) == len(val)
+
+
+def test_an_owner_of_shuffled_bytes_loses_its_weight() -> None:
+    task = fb.tasks.load("mixture", **SMALL)
+    method = fb.algorithms.MemFBO(server_lr_x=0.02, server_lr_y=0.5, server_lr_u=0.5, penalty=3.0)
+    environment = fb.Environment(batch_size=8)
+    result = fb.solve(
+        task.problem,
+        task.clients,
+        method,
+        rounds=60,
+        every=60,
+        environment=environment,
+        evaluate=task.evaluate,
+    )
+    first, last = result.history
+    assert last["test_loss"] < first["test_loss"] - 1
+    weights = result.x["weights"]
+    assert weights[2] < 1 / 3 - 0.02
+    torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
