@@ -21,7 +21,20 @@ from tests.support.tool import (
     write,
 )
 
-COMMANDS = ["run", "compare", "tune", "check", "report", "export", "list", "serve", "join", "keys"]
+COMMANDS = [
+    "demo",
+    "run",
+    "compare",
+    "tune",
+    "check",
+    "value",
+    "report",
+    "export",
+    "list",
+    "serve",
+    "join",
+    "keys",
+]
 
 
 def test_version() -> None:

@@ -44,13 +44,14 @@ class Known(NamedTuple):
     x: Tensor
 
 
-def known() -> Known:
+def known(shrinkage: float = 0.0) -> Known:
     """A quadratic problem whose solution w*, x* is chosen, so that its targets t and s follow.
 
     g_i = 1/4 ||y - e_i - B x||^2, with the i-th unit vector e_i, so that y* = w + B x, and
     f_i = 1/2 ||y - t - d_i||^2 + 1/2 ||x - s||^2 with sum_i d_i = 0. The conditions of Karush, Kuhn
     and Tucker at (w*, x*) are w* + B x* - t = lambda + mu with mu = 0 where w* > 0, and
-    B'(lambda + mu) + x* - s = 0. They give t and s.
+    B'(w* + B x* - t) + x* - s = 0, where the shrinkage adds its gradient to the first. They give t
+    and s.
     """
     draw = torch.Generator().manual_seed(0)
     B = 0.5 * torch.randn(4, 2, generator=draw, dtype=F64)
@@ -59,8 +60,8 @@ def known() -> Known:
     d = d - d.mean(0)
     w = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=F64)
     slope = 0.3 + torch.tensor([0.0, 0.0, 0.0, 0.4], dtype=F64)
-    t = w + B @ x - slope
-    s = x + B.T @ slope
+    t = w + B @ x - slope + shrinkage * (4 * w - 1)
+    s = x + B.T @ (w + B @ x - t)
 
     def lower(x: fb.Tree, y: fb.Tree, batch: tuple[Tensor]) -> Tensor:
         return 0.25 * ((y["y"] - batch[0].mean(0) - B @ x["x"]) ** 2).sum()
@@ -73,7 +74,7 @@ def known() -> Known:
     plain = fb.Problem(upper, lower, x=start, y={"y": torch.zeros(4, dtype=F64)})
     e = torch.eye(4, dtype=F64)
     clients = [fb.ClientData(train=(e[i : i + 1],), val=(d[i : i + 1],)) for i in range(4)]
-    return Known(*fb.weighted(plain, clients), w, x)
+    return Known(*fb.weighted(plain, clients, shrinkage=shrinkage), w, x)
 
 
 @pytest.mark.parametrize("name", GLOBAL)
@@ -85,6 +86,13 @@ def test_learns_the_weights_and_x_of_the_closed_form(name: str) -> None:
     assert result.status == "completed"
     torch.testing.assert_close(result.x["client_weights"], task.w, rtol=0, atol=tolerance)
     torch.testing.assert_close(result.x["x"], task.x, rtol=0, atol=tolerance)
+
+
+def test_shrinkage_moves_the_closed_form() -> None:
+    task = known(shrinkage=0.5)
+    result = fb.solve(task.problem, task.clients, build("simfbo"), rounds=450, every=10**6)
+    torch.testing.assert_close(result.x["client_weights"], task.w, rtol=0, atol=1e-3)
+    torch.testing.assert_close(result.x["x"], task.x, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", BILEVEL)
@@ -202,6 +210,7 @@ def test_wrong_arguments_are_refused_in_one_sentence() -> None:
     private = dataclasses.replace(task.problem, lower_level="private")
     assert "need lower_level='shared'" in refusal(fb.weighted, private, clients)
     assert "clients is empty" in refusal(fb.weighted, task.problem, [])
+    assert "shrinkage is -1" in refusal(fb.weighted, task.problem, clients, shrinkage=-1)
     twice = fb.weighted(task.problem, clients)
     assert "'client_weights' already" in refusal(fb.weighted, *twice)
     number = {"client_number": torch.zeros(1)}

@@ -29,9 +29,9 @@ def test_the_lung_patients_are_whole() -> None:
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(people, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"statsmodels .*pip install fedbilevel\[sites\]"):
+    with pytest.raises(ValueError, match=r"statsmodels .*pip install 'fedbilevel\[sites\]"):
         read_rand()
-    with pytest.raises(ValueError, match=r"lifelines .*pip install fedbilevel\[survival\]"):
+    with pytest.raises(ValueError, match=r"lifelines .*pip install 'fedbilevel\[survival\]"):
         read_lung()
 
 

@@ -13,19 +13,23 @@ from typer.core import TyperCommand
 from fedbilevel import __version__, configure_process
 from fedbilevel.cli.check import check
 from fedbilevel.cli.compare import compare
+from fedbilevel.cli.demo import demo
 from fedbilevel.cli.listing import list_
 from fedbilevel.cli.report import export, report
 from fedbilevel.cli.run import run
 from fedbilevel.cli.serve import join, keys, serve
 from fedbilevel.cli.tune import tune
+from fedbilevel.cli.value import value
 from fedbilevel.core.extras import EXTRA_OF, missing_package
 
 # Each command with the arguments of its example.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "demo": (demo, "--seed 1"),
     "run": (run, "digits --algorithm la-asfbo --set algorithm.lr_x=0.02 --out runs/first"),
     "compare": (compare, "digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits"),
     "tune": (tune, "digits --algorithm simfbo --trials 8 --rounds 50 --out runs/tune"),
     "check": (check, "digits --set data.partition=iid"),
+    "value": (value, "sites --leave-one-out --figure sites.pdf"),
     "report": (report, "runs/digits --figure digits.pdf"),
     "export": (export, "runs/first --out model.safetensors"),
     "list": (list_, "algorithms --verbose"),

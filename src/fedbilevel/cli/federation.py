@@ -22,7 +22,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedbilevel.cli.progress import FollowedFile
 from fedbilevel.deploy.flower import client, warm_node
-from fedbilevel.deploy.flower.app import SERVER_LOG, run_experiment
+from fedbilevel.deploy.flower.app import SERVER_LOG, VALUE, run_experiment
 from fedbilevel.deploy.flower.deployment import (
     Deployment,
     DeploymentError,
@@ -194,6 +194,50 @@ def serve(
         killed = "the server was killed; --resume continues from its last checkpoint"
         raise DeploymentError(outcome.get("error") or killed)
     return _read_summary(folder)
+
+
+def value(
+    config: Config,
+    options: Mapping[str, object],
+    *,
+    deployment: Deployment,
+    clients: int,
+    data_dir: Path | None,
+    start_nodes: Callable[[Deployment], None],
+) -> dict[str, Any]:
+    """Run `fb.value` on a SuperLink of its own.
+
+    Args:
+        config: The experiment, with the problem, the weights and the seed.
+        options: The options of `fb.value`.
+        deployment: Where the SuperLink will be; it is started and stopped here.
+        clients: The number of clients.
+        data_dir: Folder of the data sets. None: the default folder.
+        start_nodes: Starts nodes on this machine.
+
+    Returns:
+        The result as plain values; `Value` takes them.
+
+    Raises:
+        DeploymentError: A process has failed.
+    """
+    with Progress("value", 0, quiet=True) as progress, deployment:
+        deployment.start_superlink()
+        folder = deployment.folder / "value"
+        given = deployment.folder / "options.json"
+        given.write_text(json.dumps(dict(options)), "utf-8")
+        report = deployment.submit(
+            experiment=str(_write_experiment(deployment.folder, config)),
+            out=str(folder),
+            clients=clients,
+            data_dir=_absolute(data_dir),
+            value=str(given),
+        )
+        start_nodes(deployment)
+        outcome = RunMonitor(report, folder, progress).wait(deployment)
+        if outcome["status"] == "failed":
+            raise DeploymentError(outcome.get("error") or "the server was killed")
+        return dict(json.loads((folder / VALUE).read_text("utf-8")))
 
 
 def simulate_on_ray(

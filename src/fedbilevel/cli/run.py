@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -241,16 +241,6 @@ def _run_on_flower(
     from fedbilevel.deploy.flower.deployment import Deployment
 
     count = clients or len(config.load_task(data_dir).clients)
-    node_options = {}
-    if data_dir:
-        node_options["data-dir"] = str(data_dir.resolve())
-    if ":" in config.table["task"]["name"]:
-        node_options["task"] = config.table["task"]["name"]
-
-    def start_nodes(deployment: Deployment) -> None:
-        for partition in range(count):
-            deployment.start_node(partition, warm=not stock, options=node_options)
-
     return serve(
         config,
         title,
@@ -260,8 +250,35 @@ def _run_on_flower(
         resume=resume,
         data_dir=data_dir,
         quiet=quiet,
-        start_nodes=start_nodes,
+        start_nodes=node_starter(config, count, data_dir, warm=not stock),
     )
+
+
+def node_starter(
+    config: Config, count: int, data_dir: Path | None, *, warm: bool = True
+) -> Callable[[Deployment], None]:
+    """Return what starts the nodes of an experiment on this machine.
+
+    Args:
+        config: The experiment.
+        count: How many nodes.
+        data_dir: Folder of the data sets. None: the default folder.
+        warm: Whether they are warm nodes, or stock SuperNodes.
+
+    Returns:
+        A function of the deployment.
+    """
+    options = {}
+    if data_dir:
+        options["data-dir"] = str(data_dir.resolve())
+    if ":" in config.table["task"]["name"]:
+        options["task"] = config.table["task"]["name"]
+
+    def start_nodes(deployment: Deployment) -> None:
+        for partition in range(count):
+            deployment.start_node(partition, warm=warm, options=options)
+
+    return start_nodes
 
 
 def finish(summary: Mapping[str, Any], folder: Path, quiet: bool, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fedbilevel.core import checks
 from fedbilevel.core.problem import ClientData, Data, Problem
 from fedbilevel.core.tree import Tree
 
@@ -17,7 +18,7 @@ NUMBER = "client_number"  # the name of the additional entry of data that are di
 
 
 def weighted(
-    problem: Problem, clients: Sequence[ClientData]
+    problem: Problem, clients: Sequence[ClientData], *, shrinkage: float = 0.0
 ) -> tuple[Problem, Sequence[ClientData]]:
     """The same problem with one weight per client as an additional upper variable.
 
@@ -37,14 +38,17 @@ def weighted(
         problem: A problem with a shared lower level.
         clients: The data of each client. A list is copied with the numbers added; of another
             sequence, an entry is loaded when it is used.
+        shrinkage: The factor s of a penalty s n/2 ||w - 1/n||^2 that is added to the upper loss. It
+            keeps weights near 1/n, and so fewer clients are left out by chance where validation
+            data are few.
 
     Returns:
         The problem, whose x has the weights as `x["client_weights"]`, and the data of its clients,
         both for `fb.solve` and everything else that takes a problem and clients.
 
     Raises:
-        ValueError: The lower level is private, there are no clients, or x or the data have an entry
-            of the name that would be added.
+        ValueError: The lower level is private, there are no clients, `shrinkage` is negative, or x
+            or the data have an entry of the name that would be added.
 
     References:
         Learnt client weights: Wu et al., "Auto-FedAvg: learnable federated averaging for
@@ -80,11 +84,15 @@ def weighted(
         raise ValueError("clients is empty; weights need at least one client")
     if WEIGHTS in problem.x or WEIGHTS in problem.y:
         raise ValueError(f"the problem has a variable {WEIGHTS!r} already; rename it")
+    checks.non_negative("shrinkage", shrinkage)
     count = len(clients)
     inner = problem
 
     def upper(x: Tree, y: Tree, data: Data, rng: Tensor) -> Tensor:
-        return inner.upper(_without_weights(x), y, _without_number(data)[0], rng)
+        loss: Tensor = inner.upper(_without_weights(x), y, _without_number(data)[0], rng)
+        if shrinkage:
+            loss = loss + 0.5 * shrinkage * count * ((x[WEIGHTS] - 1 / count) ** 2).sum()
+        return loss
 
     def lower(x: Tree, y: Tree, data: Data, rng: Tensor) -> Tensor:
         data, number = _without_number(data)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbilevel.core.extras import MissingPackageError
+
 Array = NDArray[np.float64]
 
 # What is known of a person of the RAND experiment before the year of the record: plan, person,
@@ -71,7 +73,7 @@ def read_rand() -> People:
         The records.
 
     Raises:
-        ValueError: statsmodels is not installed.
+        MissingPackageError: statsmodels is not installed.
     """
     path = _file_of("statsmodels", "sites", "datasets/randhie/src/randhie.csv")
     columns = _read(path, (*RAND_FEATURES, "site", "zper", "mdvis"))
@@ -92,7 +94,7 @@ def read_lung() -> People:
         The records.
 
     Raises:
-        ValueError: lifelines is not installed.
+        MissingPackageError: lifelines is not installed.
     """
     columns = _read(
         _file_of("lifelines", "survival", "datasets/lung.csv"),
@@ -109,8 +111,8 @@ def _file_of(package: str, extra: str, name: str) -> Path:
     """Return the path of a file that an installed package ships."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ValueError(
-            f"{package} is not installed, which ships the data; pip install fedbilevel[{extra}]"
+        raise MissingPackageError(
+            f"{package} is not installed, which ships the data; pip install 'fedbilevel[{extra}]'"
         )
     path = Path(spec.origin).parent / name
     if not path.is_file():

@@ -18,6 +18,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Value:
     high: tuple[float, ...]
     level: float
     upper_loss: float
-    y: Tree = field(repr=False)
+    y: Tree = field(repr=False, default_factory=Tree)
     leave_one_out: tuple[float, ...] | None = None
     samples: tuple[Tensor, ...] | None = field(default=None, repr=False)
     rounds: int = 0
@@ -104,6 +105,37 @@ class Value:
             return "helps"
         return "unclear"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but y and the values of samples as plain values."""
+        plain = {name: each for name, each in vars(self).items() if name not in ("y", "samples")}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Value:
+        """Return the value that `to_dict` returned as plain values.
+
+        Args:
+            plain: What `to_dict` returned, which may have been JSON in between.
+        """
+        arguments: dict[str, Any] = {}
+        for name, each in plain.items():
+            arguments[name] = tuple(each) if isinstance(each, list) else each
+        return cls(**arguments)
+
+    def save_figure(self, path: Path | str, losses: Mapping[str, float] | None = None) -> None:
+        """Draw the values with their intervals.
+
+        Args:
+            path: The file to write: .pdf, .png or .svg.
+            losses: Losses to draw beside the values, by name.
+
+        Raises:
+            ValueError: The file is of another type.
+        """
+        from fedbilevel.diagnostics.value_figure import save_value_figure  # matplotlib is slow
+
+        save_value_figure(self, Path(path), losses)
+
     def __str__(self) -> str:
         """A table with a line per client, the most harmful first."""
         width = max(map(len, (*self.names, "client")))
@@ -123,7 +155,7 @@ class Value:
 
 def value(
     problem: Problem,
-    clients: Sequence[ClientData],
+    clients: Sequence[ClientData] | None = None,
     *,
     x: Mapping[str, Tensor] | None = None,
     weights: str | Sequence[float] = "uniform",
@@ -149,7 +181,7 @@ def value(
     Args:
         problem: A problem with a shared lower level, strongly convex in y, with at most 2,000
             numbers in y.
-        clients: The data of each client.
+        clients: The data of each client; None with a federation, which has them.
         x: The upper variables; by default those at which the problem starts.
         weights: The weights p_i: "uniform", "samples" or one number per client.
         groups: The entry of the validation data, which are then dicts of tensors, whose equal
@@ -208,20 +240,23 @@ def value(
     checks.integer("resamples", resamples, least=2)
     if not 0 < checks.number("level", level) < 1:
         raise ValueError(f"level is {level}; it must be between 0 and 1")
-    if names is not None and len(names) != len(clients):
-        raise ValueError(f"names has {len(names)} entries; there are {len(clients)} clients")
-    if groups is not None:
-        _check_groups(groups, clients[0])
     if federation is None:
-        federation = simulated_federation(problem, clients, weights=weights, seed=seed, mode="loop")
-    elif samples:
-        raise ValueError(
-            "samples is True, but values of samples stay with their clients; "
-            "it is for a simulation, without federation"
-        )
-    fed = federation
+        if clients is None:
+            raise ValueError("clients is missing; it must be given, or a federation")
+        if groups is not None:
+            _check_groups(groups, clients[0])
+        fed = simulated_federation(problem, clients, weights=weights, seed=seed, mode="loop")
+    else:
+        if samples:
+            raise ValueError(
+                "samples is True, but values of samples stay with their clients; "
+                "it is for a simulation, without federation"
+            )
+        fed = federation
     n = len(fed)
     everyone = list(range(n))
+    if names is not None and len(names) != n:
+        raise ValueError(f"names has {len(names)} entries; there are {n} clients")
     before = fed.ledger.rounds
 
     y, H = _solve(fed, x_tree, y, everyone)
@@ -243,6 +278,7 @@ def value(
         left_out = _leave_one_out(fed, x_tree, y, phase, upper_loss)
     per_sample = None
     if samples:
+        assert clients is not None
         per_sample = _values_of_samples(problem, clients, fed.weights(), x_tree, y, z[0])
     return Value(
         names=tuple(names or (f"client {client}" for client in everyone)),

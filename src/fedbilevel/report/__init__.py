@@ -1,14 +1,27 @@
 """Reports on runs: a page to read, a figure to print and a ranked table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedbilevel.report._axes import AXES, Axis, Spread
 from fedbilevel.report._curve_files import read_runs
 from fedbilevel.report._curves import group_runs
 from fedbilevel.report._tables import Row, rank, table_rows
 
-__all__ = ["AXES", "Axis", "Row", "Spread", "ranked", "write_figure", "write_page"]
+if TYPE_CHECKING:
+    from fedbilevel.diagnostics.value import Value
+
+__all__ = [
+    "AXES",
+    "Axis",
+    "Row",
+    "Spread",
+    "ranked",
+    "write_figure",
+    "write_page",
+    "write_value_page",
+]
 
 
 def ranked(paths: Sequence[Path | str], axis: str = "round") -> list[Row]:
@@ -62,3 +75,24 @@ def write_figure(paths: Sequence[Path | str], out: Path | str) -> None:
     from fedbilevel.report._figure import figure  # matplotlib takes long to import
 
     figure(read_runs(paths), Path(out))
+
+
+def write_value_page(
+    title: str,
+    value: "Value",
+    out: Path | str,
+    losses: Mapping[str, float] | None = None,
+    notes: str = "",
+) -> None:
+    """Write a self-contained HTML file about what clients are worth.
+
+    Args:
+        title: The heading.
+        value: What the clients are worth.
+        out: The file to write.
+        losses: Losses to draw beside the values, by name.
+        notes: Plain text below the picture; an empty line begins a paragraph.
+    """
+    from fedbilevel.report._value import value_page
+
+    Path(out).write_text(value_page(title, value, losses, notes), encoding="utf-8", newline="\n")

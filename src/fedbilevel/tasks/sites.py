@@ -2,7 +2,8 @@
 
 lower: log loss of a logistic regression on the training records of the sites, weighted by site,
     + exp(log_ridge)/2 ||y||^2,
-upper: log loss on the records of trusted people, whose answers were checked.
+upper: log loss on the records of trusted people, whose answers were checked, and a penalty on
+    weights far from equal (`shrinkage`).
 
 The upper variables are one weight per site (`fb.weighted`) and the ridge coefficient. The data are
 those of the RAND Health Insurance Experiment, at six real sites; the answers of some sites are
@@ -42,6 +43,7 @@ class Sites(Task):
     Attributes:
         bad: The clients whose records were spoiled, in ascending order.
         names: The name of each client.
+        groups: The entry of the validation data that numbers people, for `fb.value`.
         plain: The same problem without weights of clients.
         baselines: For each baseline the clients whose training data it is fitted to, for `plain`:
             "FedAvg, all sites" (spoiled records and trusted people), "trusted people alone" and
@@ -50,6 +52,7 @@ class Sites(Task):
 
     bad: tuple[int, ...]
     names: tuple[str, ...]
+    groups: str = "person"
     plain: Problem
     baselines: dict[str, list[ClientData]]
 
@@ -60,7 +63,8 @@ def sites(
     noise: float = 0.4,
     shift: float = 0.0,
     keep: float = 1.0,
-    trusted: float = 0.02,
+    trusted: float = 0.06,
+    shrinkage: float = 0.02,
     seed: int = 0,
 ) -> Sites:
     """Build the task of weighting sites: did a person see a physician in a year?
@@ -75,7 +79,8 @@ def sites(
         shift: How many standard deviations are added to every feature of a bad site.
         keep: The fraction of the training people that a bad site keeps.
         trusted: The fraction of the people of each site who are trusted: 0.02 are about 400
-            records, 0.15 about 3,000.
+            records, 0.06 about 1,200, 0.15 about 3,000.
+        shrinkage: How strongly weights are kept near 1/6; see `fb.weighted`.
         seed: The seed of the split, of the bad sites and of the flips.
 
     Returns:
@@ -171,7 +176,7 @@ def sites(
         y={"weight": weight, "bias": bias},
         project_x=project_x,
     )
-    problem, numbered = weighted(plain, clients)
+    problem, numbered = weighted(plain, clients, shrinkage=shrinkage)
     return Sites(
         problem,
         numbered,

@@ -20,15 +20,20 @@ from fedbilevel.deploy.flower.deployment import is_running
 from fedbilevel.deploy.flower.transport import FlowerTransport, flower_federation
 from fedbilevel.deploy.flower.warm_node import patch_flower_pull_backoff
 from fedbilevel.deploy.flower.wire import one_line
+from fedbilevel.diagnostics.value import value
 from fedbilevel.experiments import config as configs
+from fedbilevel.experiments.config import Config
 from fedbilevel.experiments.runner import build_run, load_task
+from fedbilevel.federation import Federation
 from fedbilevel.federation.replies import log
 from fedbilevel.runs.folder import write_atomically
 from fedbilevel.runs.recorder import Recorder
+from fedbilevel.tasks import Task
 
 app = ServerApp()
 
 LAUNCHER_POLL_S = 1.0
+VALUE = "value.json"  # what clients are worth
 SERVER_LOG = "server.log"  # in the run folder: joined clients, refused replies, lost tasks
 
 
@@ -51,7 +56,10 @@ def main(grid: Grid, context: Context) -> None:
         write_atomically(report, json.dumps({"pid": os.getpid()}))
     reason = ""
     try:
-        status = run_experiment(grid, run_config, folder)
+        if run_config.get("value"):
+            status = run_value(grid, run_config, folder)
+        else:
+            status = run_experiment(grid, run_config, folder)
     except Exception as error:
         status = "failed"
         reason = one_line(error) or type(error).__name__
@@ -76,6 +84,45 @@ def run_experiment(grid: Grid, run_config: Mapping[str, object], folder: Path) -
     Returns:
         The status of the run: "completed", "diverged" or "interrupted".
     """
+    config, task, fed = _build(grid, run_config)
+    run = build_run(config, task, fed)
+    resume = bool(run_config["resume"])
+    recorder = Recorder(run, folder, config.table, resume, config.experiment.checkpoint_every)
+    folder.mkdir(parents=True, exist_ok=True)
+    _log_to(folder / SERVER_LOG)
+    if threading.current_thread() is threading.main_thread():
+        # SIGINT stays Flower's: with it, Flower tells a server that its SuperLink is gone.
+        signal.signal(signal.SIGTERM, lambda *_: run.stop())
+    for _ in recorder:
+        pass
+    log.info("%s after %d rounds", run.status, fed.ledger.rounds)
+    if isinstance(fed.transport, FlowerTransport) and run.status in ENDS:
+        fed.transport.farewell(run.status)
+    return run.status
+
+
+def run_value(grid: Grid, run_config: Mapping[str, object], folder: Path) -> str:
+    """Run `fb.value` over a grid, and write `VALUE` in a folder.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        run_config: As of `run_experiment`, and `value`, a JSON file with the options of
+            `fb.value`.
+        folder: Where to write.
+
+    Returns:
+        "completed".
+    """
+    _, task, fed = _build(grid, run_config)
+    folder.mkdir(parents=True, exist_ok=True)
+    options = json.loads(Path(str(run_config["value"])).read_text("utf-8"))
+    result = value(task.problem, federation=fed, **options)
+    write_atomically(folder / VALUE, json.dumps(result.to_dict()))
+    return "completed"
+
+
+def _build(grid: Grid, run_config: Mapping[str, object]) -> tuple[Config, Task, Federation]:
+    """Resolve the experiment, load its task, and set up the federation over a grid."""
     patch_flower_pull_backoff()
     place, table = configs.read(str(run_config["experiment"]))
     config = configs.resolve(place, table)
@@ -95,20 +142,7 @@ def run_experiment(grid: Grid, run_config: Mapping[str, object], folder: Path) -
         seed=experiment.seed,
         device=experiment.device,
     )
-    run = build_run(config, task, fed)
-    resume = bool(run_config["resume"])
-    recorder = Recorder(run, folder, config.table, resume, experiment.checkpoint_every)
-    folder.mkdir(parents=True, exist_ok=True)
-    _log_to(folder / SERVER_LOG)
-    if threading.current_thread() is threading.main_thread():
-        # SIGINT stays Flower's: with it, Flower tells a server that its SuperLink is gone.
-        signal.signal(signal.SIGTERM, lambda *_: run.stop())
-    for _ in recorder:
-        pass
-    log.info("%s after %d rounds", run.status, fed.ledger.rounds)
-    if isinstance(fed.transport, FlowerTransport) and run.status in ENDS:
-        fed.transport.farewell(run.status)
-    return run.status
+    return config, task, fed
 
 
 def _end_with(launcher: int) -> None:

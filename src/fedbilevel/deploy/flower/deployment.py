@@ -58,6 +58,7 @@ resume = false
 data-dir = ""
 report = ""
 launcher = 0
+value = ""
 """
 
 
