@@ -63,7 +63,8 @@ def test_the_help_of_a_command_keeps_the_text_of_every_argument_and_option(comma
     _, out, _ = invoke(command, "--help")
     shown = " ".join(out.split())
     assert "\\" not in shown
-    assert out.count("Arguments:") + out.count("Positional arguments:") == 1
+    has_arguments = command != "demo"
+    assert out.count("Arguments:") + out.count("Positional arguments:") == has_arguments
     function, _ = COMMANDS_WITH_EXAMPLES[command]
     for name, hint in get_type_hints(function, include_extras=True).items():
         if name != "return":

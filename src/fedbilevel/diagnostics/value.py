@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from fedbilevel.diagnostics.value_phases import (
 from fedbilevel.federation import Federation, Replies
 from fedbilevel.federation.phase import Phase
 from fedbilevel.runs.simulation import simulated_federation
+
+if TYPE_CHECKING:
+    from fedbilevel.diagnostics.value_figure import Bars
 
 LARGEST_Y = 2000  # numbers in y, for which clients send a dense Hessian
 NEWTON_STEPS = 100
@@ -134,7 +137,14 @@ class Value:
         """
         from fedbilevel.diagnostics.value_figure import save_value_figure  # matplotlib is slow
 
-        save_value_figure(self, Path(path), losses)
+        save_value_figure(self.bars(), Path(path), losses)
+
+    def bars(self) -> Bars:
+        """Return what a picture shows."""
+        from fedbilevel.diagnostics.value_figure import Bars
+
+        verdicts = [self.verdict(client) for client in range(len(self.values))]
+        return Bars(self.names, self.values, self.low, self.high, verdicts, self.level)
 
     def __str__(self) -> str:
         """A table with a line per client, the most harmful first."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-if TYPE_CHECKING:
-    from fedbilevel.diagnostics.value import Value
 
 COLOURS = {"harms": "#d55e00", "helps": "#0072b2", "unclear": "#9a9a9a"}
 LEARNT = "#009268"
@@ -35,36 +32,56 @@ STYLE: Any = {
 SUFFIXES = (".pdf", ".png", ".svg")
 
 
-def value_figure(value: Value, losses: Mapping[str, float] | None = None) -> Figure:
+class Bars(NamedTuple):
+    """What is drawn of values: for each client its name, value, interval and verdict.
+
+    Attributes:
+        names: The name of each client.
+        values: The value of each client.
+        low: The lower end of each interval.
+        high: The upper end of each interval.
+        verdicts: "helps", "harms" or "unclear".
+        level: The probability that all intervals together cover.
+    """
+
+    names: Sequence[str]
+    values: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    verdicts: Sequence[str]
+    level: float
+
+
+def value_figure(bars: Bars, losses: Mapping[str, float] | None = None) -> Figure:
     """Return bars of values with their intervals, and beside them bars of losses if there are any.
 
     Args:
-        value: What the clients are worth.
+        bars: What the clients are worth.
         losses: Test losses to compare, by name, or None.
     """
-    order = sorted(range(len(value.values)), key=value.values.__getitem__, reverse=True)
+    order = sorted(range(len(bars.values)), key=bars.values.__getitem__, reverse=True)
     height = 0.9 + 0.22 * max(len(order), 5)
     with matplotlib.rc_context(STYLE):
         canvas = Figure(figsize=(7.0, height), layout="constrained")
         plots = canvas.subplots(1, 2 if losses else 1, squeeze=False)[0]
-        _draw_values(plots[0], value, order)
+        _draw_values(plots[0], bars, order)
         if losses:
             _draw_losses(plots[1], losses)
     return canvas
 
 
-def _draw_values(plot: Axes, value: Value, order: list[int]) -> None:
+def _draw_values(plot: Axes, bars: Bars, order: list[int]) -> None:
     for row, client in enumerate(order):
-        low, high = value.low[client], value.high[client]
-        plot.barh(row, value.values[client], color=COLOURS[value.verdict(client)], height=0.7)
+        low, high = bars.low[client], bars.high[client]
+        plot.barh(row, bars.values[client], color=COLOURS[bars.verdicts[client]], height=0.7)
         plot.plot([low, high], [row, row], color="black", linewidth=0.9)
         for end in (low, high):
             plot.plot([end, end], [row - 0.13, row + 0.13], color="black", linewidth=0.9)
     plot.axvline(0, color="black", linewidth=0.6)
-    plot.set_yticks(range(len(order)), [value.names[client] for client in order])
+    plot.set_yticks(range(len(order)), [bars.names[client] for client in order])
     plot.grid(visible=False, axis="y")
     plot.set_xlabel("rise of the loss on trusted people without the client")
-    plot.set_title(f"Who helps, who harms ({value.level:.0%} intervals, jointly)", loc="left")
+    plot.set_title(f"Who helps, who harms ({bars.level:.0%} intervals, jointly)", loc="left")
 
 
 def _draw_losses(plot: Axes, losses: Mapping[str, float]) -> None:
@@ -82,11 +99,11 @@ def _draw_losses(plot: Axes, losses: Mapping[str, float]) -> None:
     plot.set_title("What it costs, and what weights win back", loc="left")
 
 
-def save_value_figure(value: Value, path: Path, losses: Mapping[str, float] | None = None) -> None:
+def save_value_figure(bars: Bars, path: Path, losses: Mapping[str, float] | None = None) -> None:
     """Write the picture as .pdf, .png or .svg.
 
     Args:
-        value: What the clients are worth.
+        bars: What the clients are worth.
         path: The file to write.
         losses: Test losses to compare, by name, or None.
 
@@ -97,4 +114,4 @@ def save_value_figure(value: Value, path: Path, losses: Mapping[str, float] | No
         raise ValueError(f"{path} ends in {path.suffix!r}, expected .pdf, .png or .svg")
     metadata = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(path.suffix)
     with matplotlib.rc_context(STYLE):
-        value_figure(value, losses).savefig(path, metadata=metadata)
+        value_figure(bars, losses).savefig(path, metadata=metadata)

@@ -24,7 +24,7 @@ def value_page(title: str, value: Value, losses: Mapping[str, float] | None, not
     """
     picture = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        value_figure(value, losses).savefig(picture, format="svg", metadata={"Date": None})
+        value_figure(value.bars(), losses).savefig(picture, format="svg", metadata={"Date": None})
     svg = picture.getvalue()
     svg = svg[svg.index("<svg") :].replace("<svg ", '<svg role="img" aria-label="values" ', 1)
     css = (resources.files("fedbilevel.report") / "page.css").read_text("utf-8")
