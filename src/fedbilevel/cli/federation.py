@@ -234,7 +234,7 @@ def value(
             value=str(given),
         )
         start_nodes(deployment)
-        outcome = RunMonitor(report, folder, progress).wait(deployment)
+        outcome = RunMonitor(report, folder, progress, min_replies=clients).wait(deployment)
         if outcome["status"] == "failed":
             raise DeploymentError(outcome.get("error") or "the server was killed")
         return dict(json.loads((folder / VALUE).read_text("utf-8")))
