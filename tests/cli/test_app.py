@@ -34,6 +34,7 @@ COMMANDS = [
     "serve",
     "join",
     "keys",
+    "state",
 ]
 
 

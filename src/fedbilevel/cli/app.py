@@ -18,6 +18,7 @@ from fedbilevel.cli.listing import list_
 from fedbilevel.cli.report import export, report
 from fedbilevel.cli.run import run
 from fedbilevel.cli.serve import join, keys, serve
+from fedbilevel.cli.state import state
 from fedbilevel.cli.tune import tune
 from fedbilevel.cli.value import value
 from fedbilevel.core.extras import EXTRA_OF, missing_package
@@ -36,6 +37,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "serve": (serve, "digits --clients 3 --host 0.0.0.0 --keys keys --out runs/real"),
     "join": (join, "10.0.0.1:8000 --partition 0 --client-data hospital:load --ca ca.crt ..."),
     "keys": (keys, "keys --clients 3 --host fl.example.org"),
+    "state": (state, "--remove --older-than 30"),
 }
 
 

@@ -224,7 +224,7 @@ class Worker:
         (results,) = self.executor.run([task])
         if remembers:
             after = dict(self.executor.memories.get(self.client, {}))
-            self.memory_file.parent.mkdir(parents=True, exist_ok=True)
+            _make_private(self.memory_file.parent)
             memory = {"number": task.number, "before": before, "after": after}
             checkpoint.save(self.memory_file, memory)
         values = pytree.tree_map(lambda stack: stack[0], results.values)
@@ -298,6 +298,13 @@ class Worker:
         with torch.no_grad():
             upper, lower = losses(x, y, losses.batch)
         return {"client": self.client, "upper": float(upper), "lower": float(lower)}
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder, and the one above it, that only their owner can enter."""
+    for each in (folder.parent, folder):
+        each.mkdir(parents=True, exist_ok=True)
+        each.chmod(0o700)
 
 
 def _check_task_name(node: Node, name: object) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import shutil
 import signal
@@ -27,7 +28,8 @@ import tomli_w
 
 from fedbilevel.core import checks
 from fedbilevel.deploy.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
-from fedbilevel.federation.replies import log
+
+log = logging.getLogger("fedbilevel")  # not that of a module that imports PyTorch
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 START_TIMEOUT_S = 60.0
