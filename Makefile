@@ -7,7 +7,7 @@ ifneq ($(wildcard ../shared/data),)
 export FEDBILEVEL_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: install demo test lint format bench docs clean
+.PHONY: install demo test lint format bench docs lock verify-lock clean
 
 install: $(STAMP)
 
@@ -39,6 +39,16 @@ bench: install
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
+# Pins what is installed here, with hashes; `make install` takes the newest versions that fit.
+lock: install
+	$(PYTHON) tools/supply_chain.py lock
+	$(PYTHON) tools/supply_chain.py sbom
+
+verify-lock: install
+	$(PYTHON) tools/supply_chain.py check
+	$(PYTHON) -m pip install --quiet --dry-run --no-deps --ignore-installed --only-binary=:all: \
+	    --require-hashes --requirement requirements.lock
 
 clean:
 	rm -rf $(VENV) runs build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis bench*.json
