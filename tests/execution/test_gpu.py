@@ -45,22 +45,30 @@ from tests.support.gpu import (
 from tests.support.ridge import rounding_errors
 from tests.support.small_net import small_net
 
+OWN_HEADS = ("fedbabu", "fedper", "fedrep")  # methods whose y must belong to the clients
 METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 
 
 def run_iterations(
-    name: str, device: str = "cpu", iterations: int = 6, like_a_gpu: bool = False
+    name: str,
+    device: str = "cpu",
+    iterations: int = 6,
+    like_a_gpu: bool = False,
+    own_y: bool = False,
 ) -> Run:
     task = quadratic(clients=5, samples=6, noise=0.5, seed=1)
+    problem = task.problem
+    if own_y or name in OWN_HEADS:
+        problem = replace(problem, owner={"y": "client"})
     # The two sides differ in size, because draws depend on it.
     clients = [
         fb.ClientData(client.train, tuple(tensor[:5] for tensor in client.val))
         for client in task.clients
     ]
     environment = fb.Environment(local_steps=(1, 4), batch_size=3, participation=4)
-    fed = fb.simulated_federation(task.problem.to(device), clients, environment, device=device)
+    fed = fb.simulated_federation(problem.to(device), clients, environment, device=device)
     if like_a_gpu:
         imitate_gpu(fed)
     run = Run(algorithms.get(name)(), fed, {"rounds": 10**6})
@@ -228,15 +236,25 @@ def test_compiling_on_a_cpu_is_refused() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", METHODS)
-def test_a_gpu_gives_the_numbers_of_a_cpu(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "own_y"),
+    [(name, False) for name in METHODS]
+    + [
+        (name, True) for name in ("simfbo", "fedbio", "afbo", "unifbo", "rabo", "aggitd", "fednest")
+    ],
+)
+def test_a_gpu_gives_the_numbers_of_a_cpu(name: str, own_y: bool) -> None:
     """Tasks are captured from their third use on. Peak memory differs with the kernels."""
-    cpu = run_iterations(name, iterations=12)
-    gpu = run_iterations(name, "cuda", iterations=12)
+    cpu = run_iterations(name, iterations=12, own_y=own_y)
+    gpu = run_iterations(name, "cuda", iterations=12, own_y=own_y)
+    for client in range(5):
+        expected = cpu.fed.personal(client, cpu.state.x, cpu.state.y)[1]
+        actual = gpu.fed.personal(client, gpu.state.x, gpu.state.y)[1]
+        assert torch.allclose(flatten(expected), flatten(actual).cpu(), rtol=1e-8, atol=1e-10)
     for field in cpu.state._fields:
         expected = getattr(cpu.state, field)
         actual = getattr(gpu.state, field)
-        if hasattr(expected, "map"):
+        if expected and hasattr(expected, "map"):
             close = torch.allclose(flatten(expected), flatten(actual).cpu(), rtol=1e-8, atol=1e-10)
             assert close, field
     for phase, cost in cpu.fed.ledger.phases.items():
