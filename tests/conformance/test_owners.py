@@ -68,7 +68,7 @@ def solve(task: Any, algorithm: Any, rounds: int, **options: Any) -> fb.Result:
     return fb.solve(task.problem, task.clients, algorithm, rounds=rounds, **options)
 
 
-def check_own_y(algorithm: Any, rounds: int, tolerance: float = 1e-6) -> None:
+def check_own_y(algorithm: Any, rounds: int, tolerance: float = 1e-6, **options: Any) -> None:
     """Check that a run ends where the mean of the clients' hypergradients is 0."""
     task = client_owned("y")
     x_star, y_star = own_y_solution(task, WEIGHTS)
@@ -76,20 +76,20 @@ def check_own_y(algorithm: Any, rounds: int, tolerance: float = 1e-6) -> None:
     shared = fb.tasks.load("quadratic", clients=5, condition=1.5, seed=3)
     assert slope > 0.1
     assert (shared.x_star(WEIGHTS)["x"] - x_star).norm() > 0.1, "sharing y makes no difference"
-    result = solve(task, algorithm, rounds)
+    result = solve(task, algorithm, rounds, **options)
     x = result.x["x"]
     assert own_y_gradient(task, x, WEIGHTS).norm() < tolerance * slope
     torch.testing.assert_close(personal(result, "y", 5), y_star, rtol=0, atol=10 * tolerance)
     assert result.y == {}
 
 
-def check_own_x(algorithm: Any, rounds: int, tolerance: float = 1e-6) -> None:
+def check_own_x(algorithm: Any, rounds: int, tolerance: float = 1e-6, **options: Any) -> None:
     """Check that a run ends where the gradient in every client's x is 0."""
     task = client_owned("x")
     xs_star, y_star = own_x_solution(task, WEIGHTS)
     slope = own_x_gradient(task, torch.zeros_like(xs_star), WEIGHTS).norm()
     assert slope > 0.1
-    result = solve(task, algorithm, rounds)
+    result = solve(task, algorithm, rounds, **options)
     xs = personal(result, "x", 5)
     assert own_x_gradient(task, xs, WEIGHTS).norm() < tolerance * slope
     torch.testing.assert_close(result.y["y"], y_star, rtol=0, atol=10 * tolerance)
@@ -104,6 +104,18 @@ def test_own_y_ends_in_the_closed_form(name: str) -> None:
 @pytest.mark.parametrize("name", owning("x"))
 def test_own_x_ends_in_the_closed_form(name: str) -> None:
     check_own_x(method(name, "x"), 130)
+
+
+@pytest.mark.parametrize(
+    ("check", "rounds", "tolerance"), [(check_own_x, 800, 1e-5), (check_own_y, 450, 1e-6)]
+)
+def test_clients_that_answer_at_any_time_end_in_the_closed_form(
+    check: Any, rounds: int, tolerance: float
+) -> None:
+    environment = fb.Environment(participation=2, delay=fb.delays.LogNormal())
+    settings = {"lr_x": 0.05, "lr_y": 0.6, "lr_z": 0.6}
+    server = {"server_lr_x": 0.05, "server_lr_y": 0.2, "server_lr_z": 0.2}
+    check(build("afbo", **settings, **server), rounds, tolerance, environment=environment)
 
 
 class Forgets(Descend):
