@@ -19,7 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	rm -rf runs/demo
-	$(VENV)/bin/fedbilevel compare digits --seeds 3 --out runs/demo
+	$(VENV)/bin/fedbilevel demo --out runs/demo
+	$(VENV)/bin/fedbilevel compare digits --seeds 3 --out runs/demo/methods
 
 test: lint
 	$(PYTHON) -m pytest --numprocesses auto --dist loadgroup

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 
 from fedbilevel.data import people
-from fedbilevel.data.people import impute_and_standardise, read_lung, read_rand
+from fedbilevel.data.people import impute_and_standardise, read_rand
 
 
 def test_the_rand_experiment_is_whole() -> None:
@@ -19,20 +17,10 @@ def test_the_rand_experiment_is_whole() -> None:
     assert 0.5 < table.outcome["visited"].mean() < 0.8
 
 
-@pytest.mark.skipif(find_spec("lifelines") is None, reason="lifelines is not installed")
-def test_the_lung_patients_are_whole() -> None:
-    table = read_lung()
-    assert table.features.shape == (227, 7)
-    assert len(np.unique(table.site)) == 18
-    assert table.outcome["died"].sum() == 164
-
-
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(people, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"statsmodels .*pip install 'fedbilevel\[sites\]"):
         read_rand()
-    with pytest.raises(ValueError, match=r"lifelines .*pip install 'fedbilevel\[survival\]"):
-        read_lung()
 
 
 def test_missing_values_become_the_mean_of_training_records() -> None:

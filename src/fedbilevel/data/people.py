@@ -42,7 +42,6 @@ RAND_FEATURES = (
     "hlthp",
     "xghindx",
 )
-LUNG_FEATURES = ("age", "sex", "ph.ecog", "ph.karno", "pat.karno", "meal.cal", "wt.loss")
 
 
 class People(NamedTuple):
@@ -81,30 +80,6 @@ def read_rand() -> People:
     outcome = {"visited": (columns["mdvis"] > 0).astype(float)}
     site = columns["site"].astype(np.int64) - 1
     return People(features, RAND_FEATURES, site, columns["zper"].astype(np.int64), outcome)
-
-
-def read_lung() -> People:
-    """Read the lung cancer patients of the North Central Cancer Treatment Group, from lifelines.
-
-    228 patients of 18 institutions (Loprinzi et al. 1994); the one patient without an institution
-    is left out. The outcomes are `time`, the days of follow-up, and `died`, 1 for a death at that
-    time and 0 for a patient who was alive then.
-
-    Returns:
-        The records.
-
-    Raises:
-        MissingPackageError: lifelines is not installed.
-    """
-    columns = _read(
-        _file_of("lifelines", "survival", "datasets/lung.csv"),
-        (*LUNG_FEATURES, "inst", "time", "status"),
-    )
-    known = ~np.isnan(columns["inst"])
-    features = np.stack([columns[name] for name in LUNG_FEATURES], axis=1)[known]
-    _, site = np.unique(columns["inst"][known], return_inverse=True)
-    outcome = {"time": columns["time"][known], "died": columns["status"][known]}
-    return People(features, LUNG_FEATURES, site, np.arange(known.sum()), outcome)
 
 
 def _file_of(package: str, extra: str, name: str) -> Path:
