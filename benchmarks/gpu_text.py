@@ -26,7 +26,7 @@ from fedbilevel.tasks import mixture as text
 
 PACKAGES = ("numpy", "scipy", "sklearn", "torch", "sympy", "email", "asyncio")
 OWNERS = (*PACKAGES, "shuffled:torch")
-CHARACTERS = 4_000_000
+CHARACTERS = 2_000_000
 SIZES = {1: {"width": 128, "depth": 5}, 10: {"width": 320, "depth": 8}}  # millions: the shape
 
 
