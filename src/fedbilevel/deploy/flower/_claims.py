@@ -25,6 +25,7 @@ from fedbilevel.federation.transport import Arrived
 MAX_SAMPLES = 2**40  # that a client may claim to hold
 MAX_COST = 2**60  # of a task: what two clients may claim before there is a median to compare with
 LOSS_FACTOR = 100.0
+NOTHING = 1e-9  # for a cost of 0, which some phases have and which a median would leave out
 
 Sizes = tuple[int, int]  # training and validation samples
 
@@ -119,7 +120,7 @@ class Claims:
         for name in TaskCost._fields:
             rates = []
             for each, cost in zip(arrived, bounded, strict=True):
-                rates.append(cost[name] / self._work(name, each.results.tasks[0]))
+                rates.append(NOTHING + cost[name] / self._work(name, each.results.tasks[0]))
             if not rates:
                 continue
             phase = arrived[0].results.tasks[0].broadcast.phase.name
@@ -129,7 +130,7 @@ class Claims:
                 if rate > highest:
                     task = each.results.tasks[0]
                     self._warn_of_cost(task, name, cost[name])
-                    cost[name] = int(highest * self._work(name, task))
+                    cost[name] = int((highest - NOTHING) * self._work(name, task))
             median.enter([min(rate, highest) for rate in rates])
         results = []
         for each, cost in zip(arrived, bounded, strict=True):
