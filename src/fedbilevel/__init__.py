@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fedbilevel.data.clients import clients as clients
     from fedbilevel.diagnostics.check import check as check
     from fedbilevel.diagnostics.value import value as value
+    from fedbilevel.estimators.logistic import FederatedLogistic as FederatedLogistic
     from fedbilevel.federation import delays as delays
     from fedbilevel.federation import stages as stages
     from fedbilevel.federation.environment import Environment as Environment
@@ -59,6 +60,7 @@ _HOMES = {
     "Batch": "core.problem:Batch",
     "ClientData": "core.problem:ClientData",
     "Environment": "federation.environment:Environment",
+    "FederatedLogistic": "estimators.logistic:FederatedLogistic",
     "Interrupted": "runs.solver:Interrupted",
     "Metric": "runs.metric:Metric",
     "Problem": "core.problem:Problem",

@@ -188,22 +188,48 @@ class Columns:
         Raises:
             ValueError: If a column is missing, or holds a missing value that is refused.
         """
+        return torch.from_numpy(self._encode(columns, self.standardise).astype(np.float32))
+
+    def _encode(
+        self, columns: Mapping[str, NDArray[Any]], standardise: bool
+    ) -> NDArray[np.float64]:
         parts: list[NDArray[Any]] = []
         for name in self._order:
             if name not in columns:
                 raise ValueError(f"column {name!r} is missing")
             values = columns[name]
             if name in self._numbers:
-                parts.append(self._encode_numbers(name, values))
+                parts.append(self._encode_numbers(name, values, standardise))
                 continue
             absent = is_missing(values)
             if absent.any() and self.missing != "impute":
                 raise ValueError(refusal(name, int(absent.sum())))
             for category in self._categories[name]:
                 parts.append(absent if category is None else values == category)
-        return torch.from_numpy(np.stack(parts, axis=1).astype(np.float32))
+        return np.stack(parts, axis=1).astype(np.float64)
 
-    def _encode_numbers(self, name: str, values: NDArray[Any]) -> NDArray[np.float64]:
+    def encode_table(self, data: Any, standardise: bool) -> NDArray[np.float64]:
+        """Return the features of rows of a table, in double precision.
+
+        Args:
+            data: The table; see `read_table`.
+            standardise: Whether columns of numbers are standardised.
+        """
+        return self._encode(read_table(data).columns, standardise)
+
+    def scales(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return what was subtracted from each feature, and what it was then divided by."""
+        centres = np.zeros(len(self.names))
+        divisors = np.ones(len(self.names))
+        if self.standardise:
+            for name, (mean, deviation) in self._numbers.items():
+                place = self.names.index(name)
+                centres[place], divisors[place] = mean, deviation
+        return centres, divisors
+
+    def _encode_numbers(
+        self, name: str, values: NDArray[Any], standardise: bool
+    ) -> NDArray[np.float64]:
         mean, deviation = self._numbers[name]
         absent = is_missing(values)
         if absent.any() and self.missing != "impute":
@@ -211,7 +237,7 @@ class Columns:
         numbers = np.where(absent, mean, values).astype(np.float64)
         if not np.isfinite(numbers).all():
             raise ValueError(f"column {name!r} holds infinity; it must be finite")
-        if self.standardise:
+        if standardise:
             numbers = (numbers - mean) / deviation
         return numbers
 

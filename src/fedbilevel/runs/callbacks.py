@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fedbilevel.core import checks
 from fedbilevel.runs.metric import Metric
 
-if TYPE_CHECKING:
-    from fedbilevel.runs.run import Metrics, Run
+Metrics = dict[str, float]
+Run = Any  # `fedbilevel.runs.run.Run`, whose module imports this one
 
 
 class Callback:
