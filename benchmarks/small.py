@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import fedbilevel as fb
 from benchmarks.measure import Row, describe, seconds
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.runs.run import Run
 
 WARM_UP = 60  # iterations, after which every step is traced
@@ -75,6 +76,36 @@ def small_problem() -> Row:
     return Row(name, times["simfbo"] / times["by hand"], "at most 1.5", detail)
 
 
+def directions() -> Row:
+    """Compare the oracle's directions, as they run before they are traced, with plain autograd."""
+    task = fb.tasks.load("quadratic", clients=1, dim_x=20, dim_y=20)
+    problem = task.problem
+    client = task.clients[0]
+    oracle = Oracle(problem)
+    x, y = problem.start
+    z = 0.1 * y
+    batch = fb.Batch(client.train, client.val)
+
+    def with_autograd() -> None:
+        for _ in range(ITERATIONS):
+            leaf_x = x["x"].detach().requires_grad_()
+            leaf_y = y["y"].detach().requires_grad_()
+            g = problem.lower({"x": leaf_x}, {"y": leaf_y}, client.train, ())
+            (g_y,) = torch.autograd.grad(g, leaf_y, create_graph=True)
+            f = problem.upper({"x": leaf_x}, {"y": leaf_y}, client.val, ())
+            torch.autograd.grad(f - g_y @ z["y"], (leaf_x, leaf_y), materialize_grads=True)
+
+    def with_oracle() -> None:
+        for _ in range(ITERATIONS):
+            oracle.directions(x, y, z, batch)
+
+    functions = {"directions": with_oracle, "autograd": with_autograd}
+    times = {name: s / ITERATIONS for name, s in seconds(functions, repeats=30).items()}
+    detail = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
+    name = "oracle.directions on 20 variables, not traced / plain autograd"
+    return Row(name, times["directions"] / times["autograd"], "", detail)
+
+
 def fedavg_by_hand(task: fb.tasks.Task, steps: int, batch: int) -> Callable[[], None]:
     """A round of FedAvg as a loop over ten clients, each with its own copy of the network."""
     server = fb.nets.mlp(784, 200, 10)
@@ -119,4 +150,4 @@ def fedavg() -> list[Row]:
 
 def rows() -> list[Row]:
     """Compare small problems and FedAvg with plain PyTorch."""
-    return [small_problem(), *fedavg()]
+    return [small_problem(), directions(), *fedavg()]
