@@ -21,6 +21,8 @@ from torch._C import _functorch as functorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.nests import flatten, map_tensors, unflatten
+
 Nested = Any  # tensors in any nest of tuples, lists, dicts and trees
 Pullback = Callable[[Nested], Nested]
 
@@ -214,14 +216,12 @@ def _track(values: Nested, level: int) -> Nested:
         finally:
             functorch.set_inplace_requires_grad_allowed(allowed)
 
-    return pytree.tree_map_only(Tensor, track, values)
+    return map_tensors(track, values)
 
 
 def _untrack(values: Nested, level: int) -> Nested:
     """Return tensors as enclosing transforms see them."""
-    return pytree.tree_map_only(
-        Tensor, lambda tensor: functorch._unwrap_for_grad(tensor, level), values
-    )
+    return map_tensors(lambda tensor: functorch._unwrap_for_grad(tensor, level), values)
 
 
 def _backward(
@@ -237,7 +237,7 @@ def _backward(
 
     None stands for 1, for a value that is 0-d; PyTorch then imports less.
     """
-    leaves, spec = pytree.tree_flatten(inputs)
+    leaves, form = flatten(inputs)
     dependent = [
         (value, gradient)
         for value, gradient in zip(values, gradients, strict=True)
@@ -258,4 +258,4 @@ def _backward(
             torch.zeros_like(leaf) if result is None else result
             for leaf, result in zip(leaves, results, strict=True)
         ]
-    return pytree.tree_unflatten(results, spec)
+    return unflatten(results, form)

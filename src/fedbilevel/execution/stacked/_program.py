@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.nests import flatten, unflatten
 from fedbilevel.core.oracle import FeatureBatch
 from fedbilevel.core.problem import Batch, Data
 from fedbilevel.core.tree import nbytes
-from fedbilevel.execution._nests import flatten, unflatten
 from fedbilevel.execution.memories import finish_task, join_message
 from fedbilevel.execution.stacked._batches import SelectSamples, StackBatches
 from fedbilevel.execution.stacked._feature_cache import select_features

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.nests import Form, flatten, unflatten
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import nbytes
 from fedbilevel.execution._meter import Meter
-from fedbilevel.execution._nests import Form, flatten, unflatten
 from fedbilevel.execution.stacked._cuda_graphs import CudaGraphs, signature
 from fedbilevel.execution.stacked._trace import FlatFunction, compile_trace, trace
 from fedbilevel.execution.vectorize import ApplyToStack, Nested, apply_to_one, vectorized

@@ -49,6 +49,19 @@ def unflatten(leaves: Iterable[Any], form: Form) -> Nested:
     return _unflatten(iter(leaves), form)
 
 
+def map_tensors(fn: Callable[[Tensor], Tensor], nested: Nested) -> Nested:
+    """Return the nest with a function of each of its tensors; other leaves stay as they are.
+
+    Examples:
+        >>> import torch
+        >>> map_tensors(torch.neg, (torch.ones(1), 3))
+        (tensor([-1.]), 3)
+    """
+    leaves, form = flatten(nested)
+    mapped = [fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return unflatten(mapped, form)
+
+
 def _flatten(nested: Nested, leaves: list[Tensor]) -> Form:
     kind = type(nested)
     if kind is Tensor:
