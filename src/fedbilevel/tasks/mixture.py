@@ -71,6 +71,10 @@ def mixture(
     Returns:
         The task. Its metrics: `test_loss` of the target, and `weight NAME` of each owner.
 
+    Note:
+        While a model still learns how often each byte occurs, shuffled bytes serve it as well as
+        text, and may gain weight. Weights mean something once it has learnt more than that.
+
     Raises:
         ValueError: An option is out of range, a package is not installed or short of text, or the
             texts have another digest.
