@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fedbilevel.cli import federation, main
-from fedbilevel.cli.progress import Progress
 from fedbilevel.deploy.flower.deployment import MAX_RESTARTS, Deployment, DeploymentError
+from fedbilevel.runs.progress import Progress
 from tests.support.flower import QUADRATIC, resolve_config
 
 
