@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fedbilevel.runs import callbacks as callbacks
     from fedbilevel.runs.load import load_run as load_run
     from fedbilevel.runs.metric import Metric as Metric
-    from fedbilevel.runs.run import Result as Result
+    from fedbilevel.runs.result import Result as Result
     from fedbilevel.runs.run import Run as Run
     from fedbilevel.runs.simulation import simulated_federation as simulated_federation
     from fedbilevel.runs.solver import Interrupted as Interrupted
@@ -64,7 +64,7 @@ _HOMES = {
     "Interrupted": "runs.solver:Interrupted",
     "Metric": "runs.metric:Metric",
     "Problem": "core.problem:Problem",
-    "Result": "runs.run:Result",
+    "Result": "runs.result:Result",
     "Run": "runs.run:Run",
     "Tree": "core.tree:Tree",
     "algorithms": "algorithms",

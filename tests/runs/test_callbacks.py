@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import fedbilevel as fb
-from fedbilevel.runs.run import Metrics, Run
+from fedbilevel.runs.result import Metrics
+from fedbilevel.runs.run import Run
 
 
 @pytest.fixture(scope="module")

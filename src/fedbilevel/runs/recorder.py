@@ -42,7 +42,8 @@ from fedbilevel.runs.folder import (
     write_atomically,
 )
 from fedbilevel.runs.metric import last_number
-from fedbilevel.runs.run import Metrics, Run
+from fedbilevel.runs.result import Metrics
+from fedbilevel.runs.run import Run
 
 LOCK_WAIT_S = 3.0  # the members of a comparison that was killed may take a moment to end
 TARGET_ACCURACIES = ("0.8", "0.9", "0.93", "0.95", "0.97")
