@@ -42,6 +42,29 @@ def test_what_cannot_be_exported_is_named(digits: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("exported")
+@pytest.mark.parametrize(
+    ("page", "figure", "mention"),
+    [
+        ("page.html", "figure.svg", "figure.svg ends in '.svg', expected .pdf or .png"),
+        ("page.html", "no/figure.pdf", "--figure is 'no/figure.pdf'"),
+        ("no/page.html", "figure.pdf", "--out is 'no/page.html'"),
+        (".", "figure.pdf", "--out is '.'"),
+    ],
+)
+def test_nothing_is_written_if_the_page_or_the_figure_cannot_be(
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    page: str,
+    figure: str,
+    mention: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(invoke("report", digits, "--out", page, "--figure", figure), mention)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.xdist_group("exported")
 def test_a_page_and_a_figure_are_written(digits: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     figure = tmp_path / "figure.pdf"

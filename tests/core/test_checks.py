@@ -72,3 +72,9 @@ def test_an_unknown_key_is_answered_with_the_known_ones() -> None:
     message = "unknown key 'task.client'; allowed are clients, noise; did you mean 'clients'?"
     assert checks.unknown_key("task.client", ["clients", "noise"]) == message
     assert checks.unknown_key("task.client", []) == "unknown key 'task.client'; allowed are none"
+
+
+def test_a_line_holds_no_character_that_a_terminal_obeys() -> None:
+    hostile = "a\x1b[31m b\r\nc\x00\x85\u202e\udcff é"
+    assert checks.one_line(hostile) == "a\\x1b[31m b c\\x00 \\u202e\\udcff é"
+    assert checks.one_line(hostile).isprintable()

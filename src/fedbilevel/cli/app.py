@@ -21,6 +21,7 @@ from fedbilevel.cli.serve import join, keys, serve
 from fedbilevel.cli.state import state
 from fedbilevel.cli.tune import tune
 from fedbilevel.cli.value import value
+from fedbilevel.core import checks
 from fedbilevel.core.extras import EXTRA_OF, missing_package
 
 # Each command with the arguments of its example.
@@ -99,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise
         if _is_first_process():
-            sys.stderr.write(f"error: {' '.join(_explain(error).split())}\n")
+            sys.stderr.write(f"error: {checks.one_line(_explain(error))}\n")
         sys.exit(2)
 
 

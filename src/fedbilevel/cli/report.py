@@ -23,11 +23,20 @@ def report(
     """Write a self-contained page about runs, and a figure."""
     from fedbilevel.report import write_figure, write_page
 
+    _check_target("--out", out)
+    if figure:  # first, because it may be refused for its type
+        _check_target("--figure", figure)
+        write_figure(folders, figure)
     write_page(folders, out, called_command())
     print(f"page: {out}")
     if figure:
-        write_figure(folders, figure)
         print(f"figure: {figure}")
+
+
+def _check_target(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before another one is."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{option} is {str(path)!r}; it must be a file in a folder that exists")
 
 
 def export(

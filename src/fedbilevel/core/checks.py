@@ -115,3 +115,21 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     known = list(known)
     hint = suggestion(key.split(".")[-1], known)
     return f"unknown key {key!r}; allowed are {', '.join(known) or 'none'}{hint}"
+
+
+def one_line(text: str) -> str:
+    """Return a text on one line, with an escape for each character that a terminal would obey.
+
+    An error may quote a file name, a key, or what another machine has sent.
+
+    Examples:
+        >>> one_line("a key with a newline,\\n and a bell: \\a")
+        'a key with a newline, and a bell: \\\\x07'
+    """
+    characters = []
+    for character in " ".join(text.split()):
+        if character.isprintable():
+            characters.append(character)
+        else:
+            characters.append(character.encode("unicode_escape").decode())
+    return "".join(characters)

@@ -61,6 +61,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
+from fedbilevel.core import checks
 from fedbilevel.core.codec import pack, unpack
 
 VERSION = 5
@@ -122,13 +123,13 @@ def one_line(error: object) -> str:
         error: An exception, or anything else with a `str`.
 
     Returns:
-        The text without line breaks, at most 300 characters.
+        The text without line breaks and control characters, at most 300 characters.
 
     Examples:
         >>> one_line(ValueError("x is 3;   it must be positive"))
         'x is 3; it must be positive'
     """
-    return " ".join(str(error).split())[:MAX_LINE_CHARS]
+    return checks.one_line(str(error))[:MAX_LINE_CHARS]
 
 
 def encode(**values: object) -> RecordDict:
