@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cryptography import x509
 
 from fedbilevel.deploy.flower import keys
@@ -48,3 +49,17 @@ def test_existing_keys_are_kept(tmp_path: Path) -> None:
         tmp_path / "clients/client-2",
         tmp_path / "clients/client-2.pub",
     ]
+
+
+@pytest.mark.parametrize("host", ["", "a b", "é.org", "-a.org", "a..b", "a\x1b", "a" * 65, "*"])
+def test_a_host_that_no_certificate_can_hold_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ValueError, match=r"host is .*; it must be an address, or a name"):
+        keys.make(tmp_path / "keys", 1, ["fl.example.org", host])
+    assert not (tmp_path / "keys").exists()
+
+
+def test_a_certificate_lasts_a_hundred_years_at_most(tmp_path: Path) -> None:
+    keys.make(tmp_path / "keys", 0, ["*.example.org", "::1"], days=36_500)
+    with pytest.raises(ValueError, match="days is 36501; it must be 1 to 36500"):
+        keys.make(tmp_path / "more", 0, ["a.org"], days=36_501)
+    assert not (tmp_path / "more").exists()

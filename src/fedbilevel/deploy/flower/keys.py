@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -18,12 +20,19 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedbilevel.core import checks
+
 # Names in the folder of keys.
 CA = "ca.crt"
 CA_KEY = "ca.key"
 SERVER = "server.pem"
 SERVER_KEY = "server.key"
 CLIENTS = "clients"
+
+MAX_DAYS = 36_500
+MAX_NAME_CHARS = 64  # of a common name in a certificate
+LABEL = "[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"  # of the name of a host
+HOST_NAME = re.compile(rf"(\*\.)?{LABEL}(\.{LABEL})*")
 
 
 def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> list[Path]:
@@ -43,6 +52,7 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
         The files that were written.
 
     Raises:
+        ValueError: A host is neither a name nor an address, or `days` is out of range.
         FileNotFoundError: The server's certificate is missing, and so is `ca.key`, which signs it.
 
     Examples:
@@ -52,6 +62,9 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
         >>> [path.name for path in written]
         ['ca.key', 'ca.crt', 'server.key', 'server.pem', 'client-0', 'client-0.pub']
     """
+    checks.integer("days", days, least=1, most=MAX_DAYS)
+    for host in hosts:
+        _check_host(host)
     (folder / CLIENTS).mkdir(parents=True, exist_ok=True)
     written = []
     if not (folder / CA).exists():
@@ -63,6 +76,18 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
         if not path.exists():
             written += _make_client(path)
     return written
+
+
+def _check_host(host: str) -> None:
+    """Refuse what no certificate can hold, before anything is written."""
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return
+    if not HOST_NAME.fullmatch(host) or len(host) > MAX_NAME_CHARS:
+        raise ValueError(
+            f"host is {host!r}; it must be an address, or a name of letters, digits, dots and "
+            f"hyphens with at most {MAX_NAME_CHARS} characters"
+        )
 
 
 def _make_authority(folder: Path, days: int) -> list[Path]:
