@@ -7,7 +7,7 @@ ifneq ($(wildcard ../shared/data),)
 export FEDBILEVEL_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: install demo test lint format bench docs lock verify-lock clean
+.PHONY: install demo test lint format bench soak docs lock verify-lock clean
 
 install: $(STAMP)
 
@@ -37,6 +37,12 @@ format: install
 
 bench: install
 	$(PYTHON) -m benchmarks
+
+# For example `make soak MINUTES=45 SEED=1`.
+MINUTES ?= 10
+SEED    ?=
+soak: install
+	$(PYTHON) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet

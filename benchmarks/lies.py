@@ -18,6 +18,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from flwr.app import Message, RecordDict
+
+from fedbilevel.core.tree import Tree, flatten
+from fedbilevel.deploy.flower import client
+from fedbilevel.deploy.flower.wire import decode, encode
+from fedbilevel.federation.conduct import Conduct
 from tests.support.flower import (
     Behaviour,
     FakeGrid,
@@ -29,11 +34,6 @@ from tests.support.flower import (
     real_federation,
     resolve_config,
 )
-
-from fedbilevel.core.tree import Tree, flatten
-from fedbilevel.deploy.flower import client
-from fedbilevel.deploy.flower.wire import decode, encode
-from fedbilevel.federation.conduct import Conduct
 
 PAGE = Path(__file__).parents[1] / "docs" / "lies.md"
 CLIENTS = 6

@@ -7,6 +7,7 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
 from tools import supply_chain
 
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from fedbilevel.cli import comparison
 from fedbilevel.experiments import config as configs
 from tests.support.processes import evaluations_written, member_processes, wait_until
 from tests.support.tool import (
+    InProcessMember,
     assert_refused,
     contents,
     invoke,
@@ -43,33 +43,6 @@ lr_y = 0.01
 [algorithms.asfbo.environment]
 local_steps = 2
 """
-
-
-class InProcessMember:
-    """Stands for `subprocess.Popen`: runs the member in this process, which is faster.
-
-    A test may set `before`, which is called with the member's name. If it raises a MemoryError, the
-    member is killed.
-    """
-
-    before: Callable[[str], None] = staticmethod(lambda name: None)
-
-    def __init__(self, command: list[str], stderr: Any, **_: object) -> None:
-        config = Path(command[4])
-        try:
-            type(self).before("/".join(config.parts[-3:-1]))
-            self.returncode, _, errors = invoke(*command[3:])
-        except MemoryError:
-            self.returncode = 1
-            errors = "the member was killed"
-        stderr.write(errors.encode())
-
-    def poll(self) -> int:
-        return self.returncode
-
-    def communicate(self) -> None: ...
-
-    def send_signal(self, number: int) -> None: ...
 
 
 @pytest.fixture

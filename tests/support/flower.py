@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +51,15 @@ HYPER_REPRESENTATION: Table = {
 DESCEND = algorithms.SimFBO().descend().to_dict()
 
 
+def answer(message: Message, message_id: str, node: int, node_config: Table) -> Message:
+    """What a node answers to a message; Flower turns exceptions into errors."""
+    message.metadata.__dict__["_message_id"] = message_id
+    try:
+        return client.app(message, Context(1, node, node_config, RecordDict(), {}))
+    except Exception as error:
+        return Message(Error(code=2, reason=str(error)), reply_to=message)
+
+
 class FakeGrid:
     """A grid whose nodes answer in this process, at once: nodes 100, 101, ... are clients 0, 1, ...
 
@@ -88,11 +99,7 @@ class FakeGrid:
         self.sent.append(message)
 
         def handle(message: Message) -> Message:
-            message.metadata.__dict__["_message_id"] = message_id
-            try:
-                return client.app(message, Context(1, node, self.nodes[node], RecordDict(), {}))
-            except Exception as error:
-                return Message(Error(code=2, reason=str(error)), reply_to=message)
+            return answer(message, message_id, node, self.nodes[node])
 
         reply: Message | None
         if node in self.behaviours:
@@ -198,6 +205,16 @@ def poll_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "REPLY_POLL_S", 0.0)
     monkeypatch.setattr(_replies, "REPLY_POLL_S", 0.0)
     monkeypatch.setattr(_members, "NODE_LISTING_S", 0.0)
+
+
+@contextlib.contextmanager
+def clients_in_this_process(folder: Path) -> Iterator[None]:
+    """Clients of this process start without memory, and nobody pauses between polls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        patch.setattr(client, "_workers", {})
+        poll_without_pauses(patch)
+        yield
 
 
 def control_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:

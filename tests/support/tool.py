@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -71,8 +71,39 @@ def assert_refused(outcome: Outcome, *mentions: str) -> None:
     assert outcome.err.startswith("error: ")
     assert outcome.err.endswith("\n")
     assert len(outcome.err.splitlines()) == 1, outcome.err
+    assert outcome.err[:-1].isprintable(), (
+        f"it holds characters that control a terminal: {outcome.err!r}"
+    )
+    assert "FEDBILEVEL_DEBUG" not in outcome.err, f"it is an internal error: {outcome.err}"
     for mention in mentions:
         assert mention in outcome.err, outcome.err
+
+
+class InProcessMember:
+    """Stands for `subprocess.Popen`: runs the member in this process, which is faster.
+
+    A test may set `before`, which is called with the member's name. If it raises a MemoryError, the
+    member is killed.
+    """
+
+    before: Callable[[str], None] = staticmethod(lambda name: None)
+
+    def __init__(self, command: list[str], stderr: Any, **_: object) -> None:
+        config = Path(command[4])
+        try:
+            type(self).before("/".join(config.parts[-3:-1]))
+            self.returncode, _, errors = invoke(*command[3:])
+        except MemoryError:
+            self.returncode = 1
+            errors = "the member was killed"
+        stderr.write(errors.encode())
+
+    def poll(self) -> int:
+        return self.returncode
+
+    def communicate(self) -> None: ...
+
+    def send_signal(self, number: int) -> None: ...
 
 
 # In a process that a test can kill.
@@ -98,7 +129,7 @@ def start_process(
 def run_process(*arguments: object, cwd: Path, env: Mapping[str, str] | None = None) -> Outcome:
     """Run the tool by its script, to the end."""
     with start_process(*arguments, cwd=cwd, env=env) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     return Outcome(process.returncode, out or "", err or "")
 
 
@@ -114,30 +145,53 @@ forkserver.set_forkserver_preload(
 )
 
 
-def start_forked(*arguments: object, cwd: Path) -> BaseProcess:
-    """Start the tool in a forked process, which starts faster than the script."""
+def start_forked(
+    *arguments: object, cwd: Path, prepare: Callable[[], object] | None = None
+) -> BaseProcess:
+    """Start the tool in a forked process, which starts faster than the script.
+
+    `prepare` is called in the process before the tool is.
+    """
     words = [str(argument) for argument in arguments]
-    process = forkserver.Process(target=_main_in_folder, args=(words, cwd))
+    process = forkserver.Process(target=_main_in_folder, args=(words, cwd, prepare))
     process.start()
     return process
 
 
-def _main_in_folder(arguments: list[str], cwd: Path) -> None:
+def _main_in_folder(arguments: list[str], cwd: Path, prepare: Callable[[], object] | None) -> None:
     os.chdir(cwd)
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         file = os.open(f"forked.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(file, stream.fileno())
+    if prepare is not None:
+        prepare()
     main(arguments)
 
 
-def run_forked(*arguments: object, cwd: Path) -> Outcome:
-    """Run the tool in a forked process, to the end; the code is -1 if it takes too long."""
-    process = start_forked(*arguments, cwd=cwd)
-    process.join(60)
-    code = -1
-    if process.exitcode is not None:
-        code = process.exitcode
-    return Outcome(code, (cwd / "forked.out").read_text(), (cwd / "forked.err").read_text())
+def run_forked(
+    *arguments: object, cwd: Path, prepare: Callable[[], object] | None = None
+) -> Outcome:
+    """Run the tool in a forked process, to the end; it is killed if it takes too long."""
+    process = start_forked(*arguments, cwd=cwd, prepare=prepare)
+    process.join(300)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise TimeoutError(f"{arguments} took more than 300 s")
+    return forked_outcome(process, cwd)
+
+
+def forked_outcome(process: BaseProcess, cwd: Path) -> Outcome:
+    """Return how a forked process has ended; a negative code is the signal that ended it."""
+    assert process.exitcode is not None
+    texts = [_read_if_exists(cwd / f"forked.{name}") for name in ("out", "err")]
+    return Outcome(process.exitcode, *texts)
+
+
+def _read_if_exists(path: Path) -> str:
+    if not path.exists():  # the process was killed before it made the file
+        return ""
+    return path.read_text("utf-8", "replace")
 
 
 # Files.

@@ -1,16 +1,15 @@
 """Fixtures of the tests that need no processes of Flower."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fedbilevel.deploy.flower import client
-from tests.support.flower import poll_without_pauses
+from tests.support.flower import clients_in_this_process
 
 
 @pytest.fixture
-def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(tmp_path: Path) -> Iterator[None]:
     """Clients of this process start without memory, and nobody pauses between polls."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(client, "_workers", {})
-    poll_without_pauses(monkeypatch)
+    with clients_in_this_process(tmp_path):
+        yield

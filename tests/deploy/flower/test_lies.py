@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from benchmarks.lies import LIES, MARK, METHODS, PAGE, REFERENCES, compute_table
 
 pytestmark = pytest.mark.usefixtures("in_process")

@@ -33,7 +33,7 @@ from fedbilevel.deploy.flower.warm_node import ConnectionSettings, RefusedError
 from fedbilevel.runs import checkpoint
 from fedbilevel.runs.run import Run
 from tests.support.flower import Table, resolve_config, simulated_run
-from tests.support.processes import evaluations_written
+from tests.support.processes import evaluations_written, with_descendants
 
 # They run one after the other, because they have deadlines and start many processes.
 pytestmark = pytest.mark.xdist_group("flower")
@@ -169,23 +169,6 @@ def start_node(
     command = [sys.executable, "-m", "tests.support.flower_node", address, str(partition)]
     command += [behaviour, *map(str, wait_for_file)]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
-
-
-def with_descendants(pid: int) -> list[int]:
-    """A process, its children, their children and so on."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # the process has ended meanwhile
-            continue
-        children.setdefault(parent, []).append(int(entry.name))
-    family = [pid]
-    for member in family:
-        family += children.get(member, [])
-    return family
 
 
 def is_node(pid: int) -> bool:
