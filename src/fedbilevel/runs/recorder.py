@@ -260,7 +260,7 @@ class Recorder:
         for file in (self.checkpoint, self._previous, self.path / SUMMARY):
             try:
                 stat = file.stat()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 found.append(None)
             else:
                 found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
