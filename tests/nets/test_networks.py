@@ -17,6 +17,11 @@ def count(module):
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def test_an_mlp_has_hidden_units():
+    with pytest.raises(ValueError, match="hidden is 0; it must be at least 1"):
+        nets.mlp(4, 0, 2)
+
+
 def test_mlp_sizes():
     net = nets.mlp(784, 200, 10)
     assert (count(net.backbone), count(net.head)) == (157_000, 2_010)

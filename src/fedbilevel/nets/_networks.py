@@ -34,7 +34,8 @@ def mlp(inputs: int, hidden: int, outputs: int, seed: int = 0, dropout: float = 
         A network with the submodules `backbone` and `head` (the last layer).
 
     Raises:
-        ValueError: `dropout` is not in [0, 1).
+        TypeError: `hidden` is not a whole number.
+        ValueError: `hidden` is below 1, or `dropout` is not in [0, 1).
 
     Examples:
         >>> import fedbilevel as fb
@@ -44,6 +45,7 @@ def mlp(inputs: int, hidden: int, outputs: int, seed: int = 0, dropout: float = 
         >>> [name for name, _ in net.named_children()]
         ['backbone', 'head']
     """
+    checks.integer("hidden", hidden, least=1)
 
     def build() -> nn.Module:
         layers: list[nn.Module] = [nn.Flatten(), nn.Linear(inputs, hidden)]
