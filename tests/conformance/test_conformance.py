@@ -17,6 +17,7 @@ from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO, State
 from fedbilevel.federation import Federation
 from tests.support.conformance import (
     NAMES,
+    OWN_HEADS,
     build,
     case,
     check_converges,
@@ -28,8 +29,8 @@ from tests.support.conformance import (
 
 
 def test_few_methods_do_not_take_the_quadratic_task() -> None:
-    own_heads = {"fedper", "fedrep", "fedbabu"}  # tests/algorithms/test_personal.py has them
-    assert set(fb.algorithms.names()) - set(NAMES) == {"protonet", *own_heads}
+    # Methods with personal heads: tests/algorithms/test_personal.py.
+    assert set(fb.algorithms.names()) - set(NAMES) == {"protonet", *OWN_HEADS}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -35,6 +35,7 @@ from fedbilevel.execution.stacked._trace import trace
 from fedbilevel.federation.delays import Faults
 from fedbilevel.runs.run import Run
 from fedbilevel.tasks.quadratic import quadratic
+from tests.support.conformance import OWN_HEADS
 from tests.support.gpu import (
     check_same_run,
     defer_checks,
@@ -45,7 +46,6 @@ from tests.support.gpu import (
 from tests.support.ridge import rounding_errors
 from tests.support.small_net import small_net
 
-OWN_HEADS = ("fedbabu", "fedper", "fedrep")  # methods whose y must belong to the clients
 METHODS = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")

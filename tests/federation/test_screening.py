@@ -17,9 +17,10 @@ from fedbilevel.federation import Federation
 from fedbilevel.federation.screening import RunningMedian, Screen, Strikes, stack_norms
 from fedbilevel.runs.run import Run
 from tests.support.cases import CASES
+from tests.support.conformance import NAMES
 from tests.support.lies import let_lie, scaled
 
-SHARED = [name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels]
+SHARED = [name for name in NAMES if "shared" in algorithms.get(name).lower_levels]
 
 
 def quadratic() -> fb.tasks.Task:

@@ -36,6 +36,7 @@ def takes_quadratics(name: str) -> bool:
     return True
 
 
+OWN_HEADS = ("fedbabu", "fedper", "fedrep")  # methods whose y must belong to the clients
 NAMES = [name for name in fb.algorithms.names() if takes_quadratics(name)]
 
 

@@ -19,6 +19,7 @@ from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.stages import Clip
 from fedbilevel.runs.run import Run
 from tests.support.cases import CASES
+from tests.support.conformance import NAMES
 from tests.support.flower import (
     HYPER_REPRESENTATION,
     QUADRATIC,
@@ -38,9 +39,7 @@ from tests.support.flower import (
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
-SHARED_LOWER_LEVEL = [
-    name for name in algorithms.names() if "shared" in algorithms.get(name).lower_levels
-]
+SHARED_LOWER_LEVEL = [name for name in NAMES if "shared" in algorithms.get(name).lower_levels]
 
 
 @pytest.mark.parametrize("name", SHARED_LOWER_LEVEL)
