@@ -25,12 +25,14 @@ GLOBAL = [name for name in SHARED if fb.algorithms.get(name).solves == "global"]
 BILEVEL = [name for name in SHARED if fb.algorithms.get(name).solves != "single"]
 
 # Rounds and distance from the solution, where they differ from 450 and 1e-3: many rounds per
-# iteration, steps that decrease, or draws of clients and of numbers of terms.
+# iteration, steps that decrease, a finite penalty, or draws of clients and of numbers of terms.
 GOALS = {
     "aggitd": (1600, 0.15),
+    "f2sa": (450, 0.02),
     "fedbioacc": (800, 1e-3),
     "fedmbo": (1200, 0.2),
     "fednest": (1500, 0.02),
+    "mefbo": (450, 0.02),
     "unifbo": (450, 0.02),
 }
 

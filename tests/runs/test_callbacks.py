@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import fedbilevel as fb
-from fedbilevel.runs.result import Metrics
+from fedbilevel.runs.metric import Metrics
 from fedbilevel.runs.run import Run
 
 

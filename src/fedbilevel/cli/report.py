@@ -47,7 +47,7 @@ def export(
         typer.Option(help="The client whose own model to write; by default the server's."),
     ] = None,
 ) -> None:
-    """Write the trained module of a run, or a client's own, as a state_dict."""
+    """Write the trained module of a run, or a client's, as a file."""
     from safetensors.torch import save
 
     from fedbilevel.runs.load import load_run

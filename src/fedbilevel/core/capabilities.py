@@ -62,8 +62,8 @@ def find_capabilities(
         >>> import fedbilevel as fb
         >>> def loss(x, y, batch):
         ...     tokens = batch[0] @ y["w"]
-        ...     return F.scaled_dot_product_attention(tokens, tokens, tokens).sum() * x["w"].sum()
-        >>> problem = fb.Problem(loss, loss, x={"w": torch.ones(1)}, y={"w": torch.ones(4, 4)})
+        ...     return F.scaled_dot_product_attention(tokens, tokens, tokens).sum() * x["x"].sum()
+        >>> problem = fb.Problem(loss, loss, x={"x": torch.ones(1)}, y={"w": torch.ones(4, 4)})
         >>> data = (torch.ones(3, 2, 5, 4),)
         >>> find_capabilities(problem, fb.ClientData(data, data)).problem.derivatives
         'unfused'

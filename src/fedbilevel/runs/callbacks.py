@@ -5,13 +5,61 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fedbilevel.core import checks
-from fedbilevel.runs.metric import Metric
-from fedbilevel.runs.result import Metrics
-from fedbilevel.runs.run import Callback, Run
+from fedbilevel.runs.metric import Metric, Metrics
 
-__all__ = ["Callback", "EarlyStopping", "SaveBest"]
+Run = Any  # `fedbilevel.runs.run.Run`, whose module imports this one
+
+
+class Callback:
+    """Called by a run after its iterations and evaluations; every method may be left out.
+
+    A callback sees the run between two iterations: `run.state`, `run.history`, `run.spent()`. It
+    may end the run by `run.finish(reason)`, but must not change it in other ways, so that a run
+    with callbacks computes what a run without them does.
+
+    Examples:
+        >>> import fedbilevel as fb
+        >>> class Print(fb.callbacks.Callback):
+        ...     def on_evaluation(self, run, metrics):
+        ...         print("round", metrics["round"])
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> result = fb.solve(task.problem, task.clients, rounds=2, callbacks=[Print()])
+        round 0
+        round 1
+        round 2
+    """
+
+    def on_start(self, run: Run) -> None:
+        """The run begins or, with a history, continues.
+
+        Args:
+            run: The run.
+        """
+
+    def on_iteration(self, run: Run) -> None:
+        """An iteration has ended; a method with one exchange per iteration has ended a round.
+
+        Args:
+            run: The run.
+        """
+
+    def on_evaluation(self, run: Run, metrics: Metrics) -> None:
+        """An evaluation has ended, and is recorded if the run has a folder.
+
+        Args:
+            run: The run.
+            metrics: The last entry of `run.history`.
+        """
+
+    def on_end(self, run: Run) -> None:
+        """The run has ended, whether completed or not; also after an error.
+
+        Args:
+            run: The run.
+        """
 
 
 @dataclass(frozen=True)

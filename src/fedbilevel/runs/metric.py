@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from fedbilevel.core import checks
 
+Metrics = dict[str, float]  # an evaluation: costs, losses and metrics by name
 Direction = Literal["minimize", "maximize"]
 DIRECTIONS: tuple[Direction, ...] = ("minimize", "maximize")
 KNOWN: dict[str, Direction] = {  # of the metrics that runs and ready-made tasks have

@@ -41,8 +41,7 @@ from fedbilevel.runs.folder import (
     without_none,
     write_atomically,
 )
-from fedbilevel.runs.metric import last_number
-from fedbilevel.runs.result import Metrics
+from fedbilevel.runs.metric import Metrics, last_number
 from fedbilevel.runs.run import Run
 
 LOCK_WAIT_S = 3.0  # the members of a comparison that was killed may take a moment to end

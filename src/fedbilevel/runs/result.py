@@ -10,12 +10,10 @@ from fedbilevel.core.extras import import_extra
 from fedbilevel.core.markup import describe_tree, html_table
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.runs.metric import UPPER_LOSS, Metric
+from fedbilevel.runs.metric import UPPER_LOSS, Metric, Metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Metrics = dict[str, float]
 
 
 @dataclass(repr=False)

@@ -18,9 +18,10 @@ from fedbilevel.core.process import relaxed_garbage_collection
 from fedbilevel.core.tree import Tree, is_finite
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.ledger import TimeElapsed
+from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.clients import ClientMetrics, EvaluateClient, as_numbers
-from fedbilevel.runs.metric import TEST_ACCURACY, Metric, default_metric
-from fedbilevel.runs.result import Metrics, Result
+from fedbilevel.runs.metric import TEST_ACCURACY, Metric, Metrics, default_metric
+from fedbilevel.runs.result import Result
 
 Evaluate = Callable[[Tree, Tree], Mapping[str, float]]
 Amounts = Mapping[str, float]
@@ -34,55 +35,6 @@ _DERIVATIVES = {
 }
 
 log = logging.getLogger("fedbilevel")
-
-
-class Callback:
-    """Called by a run after its iterations and evaluations; every method may be left out.
-
-    A callback sees the run between two iterations: `run.state`, `run.history`, `run.spent()`. It
-    may end the run by `run.finish(reason)`, but must not change it in other ways, so that a run
-    with callbacks computes what a run without them does.
-
-    Examples:
-        >>> import fedbilevel as fb
-        >>> class Print(fb.callbacks.Callback):
-        ...     def on_evaluation(self, run, metrics):
-        ...         print("round", metrics["round"])
-        >>> task = fb.tasks.load("quadratic", clients=4)
-        >>> result = fb.solve(task.problem, task.clients, rounds=2, callbacks=[Print()])
-        round 0
-        round 1
-        round 2
-    """
-
-    def on_start(self, run: Run) -> None:
-        """The run begins or, with a history, continues.
-
-        Args:
-            run: The run.
-        """
-
-    def on_iteration(self, run: Run) -> None:
-        """An iteration has ended; a method with one exchange per iteration has ended a round.
-
-        Args:
-            run: The run.
-        """
-
-    def on_evaluation(self, run: Run, metrics: Metrics) -> None:
-        """An evaluation has ended, and is recorded if the run has a folder.
-
-        Args:
-            run: The run.
-            metrics: The last entry of `run.history`.
-        """
-
-    def on_end(self, run: Run) -> None:
-        """The run has ended, whether completed or not; also after an error.
-
-        Args:
-            run: The run.
-        """
 
 
 class Run:

@@ -16,8 +16,8 @@ from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
 from fedbilevel.runs.callbacks import Callback
 from fedbilevel.runs.clients import EvaluateClient
-from fedbilevel.runs.metric import Metric
-from fedbilevel.runs.result import Metrics, Result
+from fedbilevel.runs.metric import Metric, Metrics
+from fedbilevel.runs.result import Result
 from fedbilevel.runs.run import Evaluate, Run
 from fedbilevel.runs.simulation import simulated_federation
 

@@ -14,7 +14,7 @@ from fedbilevel.core.extras import import_extra
 from fedbilevel.runs.callbacks import Callback
 
 if TYPE_CHECKING:
-    from fedbilevel.runs.result import Metrics
+    from fedbilevel.runs.metric import Metrics
     from fedbilevel.runs.run import Run
 
 PROJECT = "fedbilevel"  # the name of the experiment or project where a tracker wants one

@@ -214,7 +214,7 @@ def test_too_few_replies_or_clients_end_the_run() -> None:
     _, run = real_federation(grid, config)
     with pytest.raises(QuorumError, match="qx is not finite"):
         run.advance()
-    fed, _ = real_federation(FakeGrid(1), config, Conduct(wait_s=0.05))
+    fed, _ = real_federation(FakeGrid(1), config, Conduct(wait_s=0.5))
     with pytest.raises(QuorumError, match="1 clients are available, 2 are needed"):
         fed.weights()
 
