@@ -12,12 +12,15 @@ import fedbilevel
 fedbilevel.configure_process()  # as the command line does, before torch is imported
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import itertools  # noqa: E402
+import math  # noqa: E402
 import random  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from collections.abc import Iterable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -30,6 +33,7 @@ from soak.kills import kills  # noqa: E402
 from soak.messages import messages  # noqa: E402
 from soak.resources import Monitor  # noqa: E402
 from soak.trials import Attack, Tally, run_attack  # noqa: E402
+from tests.support.tool import forkserver  # noqa: E402
 
 SIMULATED = (kills, damage, files, messages, commands, processes)
 ATTACKS: dict[str, Attack] = {attack.__name__: attack for attack in (*SIMULATED, federation)}
@@ -43,7 +47,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long a soak takes")
+    parser.add_argument("--minutes", type=float, help="how long it takes; 10 without --attack")
     parser.add_argument("--on", choices=PLACES, help="all of the time on one of the two")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--attack", choices=ATTACKS)
@@ -52,46 +56,53 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)  # the problems are small
     print(f"seed {given.seed}", flush=True)
-    if given.attack:
-        tallies = [Tally(given.attack, given.seed)]
-        run_attack(tallies[0], ATTACKS[given.attack], given.count, given.first)
-    else:
-        places = (given.on,) if given.on else PLACES
-        tallies = soak(60 * given.minutes / len(places), given.seed, places)
+    tallies: list[Tally] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends with the figures so far
+        if given.attack:
+            tallies.append(Tally(given.attack, given.seed))
+            seconds = 60 * (given.minutes or math.inf)
+            run_attack(tallies[0], ATTACKS[given.attack], given.count, given.first, seconds)
+        else:
+            places = (given.on,) if given.on else PLACES
+            soak(60 * (given.minutes or 10.0) / len(places), given.seed, places, tallies)
     for tally in tallies:
         print(tally.report())
     sys.exit(any(tally.bad for tally in tallies))
 
 
-def soak(seconds: float, seed: int, places: Sequence[str]) -> list[Tally]:
+def soak(seconds: float, seed: int, places: Iterable[str], tallies: list[Tally]) -> None:
     """Run all attacks, so many seconds in each place, and print what the processes held."""
-    tallies = []
+    forkserver.Process(target=int).start()  # its files are not removed with the folder
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         tempfile.tempdir = folder
         for place in places:
             monitor = Monitor()
-            tallies += PLACES[place](seconds, seed, monitor)
-            monitor.show(place)
-    return tallies
+            try:
+                PLACES[place](seconds, seed, monitor, tallies)
+            finally:
+                monitor.show(place)
 
 
-def _on_simulator(seconds: float, seed: int, monitor: Monitor) -> list[Tally]:
+def _on_simulator(seconds: float, seed: int, monitor: Monitor, tallies: list[Tally]) -> None:
     """Run the attacks on the simulator in turn, all in this process."""
-    tallies = {attack: Tally(attack.__name__, seed) for attack in SIMULATED}
+    started = [Tally(attack.__name__, seed) for attack in SIMULATED]
+    tallies += started
     give_up_at = time.monotonic() + seconds
     for number in itertools.count():
-        for attack, tally in tallies.items():
+        for attack, tally in zip(SIMULATED, started, strict=True):
             tally.attempt(attack, number)
             if time.monotonic() > give_up_at:
-                return [*tallies.values()]
+                return
         monitor.sample("this process")
         monitor.count("temporary files", Path(tempfile.gettempdir()))
-    raise AssertionError("unreachable")
 
 
-def _on_federation(seconds: float, seed: int, monitor: Monitor) -> list[Tally]:
-    """Run one experiment after the other on the same nodes."""
+def _on_federation(seconds: float, seed: int, monitor: Monitor, tallies: list[Tally]) -> None:
+    """Run one experiment after the other on the same port."""
     tally = Tally("federation", seed)
+    tallies.append(tally)
     give_up_at = time.monotonic() + seconds
     with (
         tempfile.TemporaryDirectory(prefix="federation-") as folder,
@@ -99,12 +110,11 @@ def _on_federation(seconds: float, seed: int, monitor: Monitor) -> list[Tally]:
     ):
         for number in itertools.count():
             if time.monotonic() > give_up_at:
-                break
+                return
             tally.attempt(
                 lambda trial: nodes.run_experiment(trial.draw), number, LONGEST_EXPERIMENT_S
             )
             monitor.sample("this process")
-    return [tally]
 
 
 PLACES = {"simulator": _on_simulator, "federation": _on_federation}

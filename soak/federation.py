@@ -32,6 +32,7 @@ CLIENTS = 4
 ROUNDS = 60
 MORTAL = (2, 3)  # the other nodes are never killed: what they hold is watched
 TOLERANCE = 1e-9
+TOO_LATE = "server killed after its last round"
 END_S = 300.0  # an interrupted server ends its round, which may wait for a node
 LONGEST_PEACE_S = 20.0  # between two disturbances
 EXPERIMENT: Table = {
@@ -137,12 +138,17 @@ class Federation:
         happened: Counter[str] = Counter()
         self._serve(file, run)
         assert self.server is not None
+        for partition, node in [*self.nodes.items()]:
+            if node.poll() is not None:  # a node ends with its study
+                self._start_node(partition)
         next_at = time.monotonic() + draw.uniform(0, LONGEST_PEACE_S)
         while self.server.poll() is None:
             time.sleep(1)
             self._sample()
             if time.monotonic() > next_at:
                 happened[self._disturb(draw, file, run)] += 1
+                if happened[TOO_LATE]:
+                    return happened
                 next_at = time.monotonic() + draw.uniform(0, LONGEST_PEACE_S)
         assert self.server.returncode == 0, f"the server ended with {self.server.returncode}"
         return happened
@@ -184,7 +190,7 @@ class Federation:
                 lambda: not any(map(is_running, family)), END_S, f"{kind}: a process is left"
             )
             if (run / "summary.json").exists() and read_summary(run)["status"] == "completed":
-                return "none, too late"
+                return TOO_LATE
             self._serve(file, run)
         return kind
 

@@ -44,7 +44,7 @@ ENDS = {
     "killed at an event": (-signal.SIGKILL,),
     "killed in a write": (-signal.SIGXFSZ,),
     "killed": (-signal.SIGKILL,),
-    "interrupted": (130,),
+    "interrupted": (130, 1),  # 1 if the process has not come to the tool yet
     "terminated": (130, -signal.SIGTERM),  # the signal itself before the run has begun
     "disk full": (2,),
     "write failed": (2,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import tempfile
@@ -114,9 +115,15 @@ def _bounded(longest_s: int) -> Iterator[None]:
     assert grown < MOST_MEGABYTES, f"the trial took {grown:.0f} MB"
 
 
-def run_attack(tally: Tally, attack: Attack, count: int, first: int = 0) -> None:
-    """Make trials, from the first number on, until there were `count` kills, messages and so on."""
+def run_attack(
+    tally: Tally, attack: Attack, count: int, first: int = 0, seconds: float = math.inf
+) -> None:
+    """Make trials, from the first number on, until there were `count` kills, messages and so on.
+
+    No trial starts after so many seconds.
+    """
     number = first
-    while tally.count < count:
+    give_up_at = time.monotonic() + seconds
+    while tally.count < count and time.monotonic() < give_up_at:
         tally.attempt(attack, number)
         number += 1
