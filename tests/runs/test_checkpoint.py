@@ -125,3 +125,12 @@ def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
             message = str(error)
         refused = str(path) in message and "\n" not in message
         assert refused or identical(loaded, value)
+
+
+def test_loaded_tensors_are_aligned_as_pytorch_aligns_its_own(tmp_path: Path) -> None:
+    """Kernels round differently where they are not, and a resumed run would be another one."""
+    tensors = [torch.randn(size) for size in (1, 3, 17, 1000)]
+    checkpoint.save(tmp_path / "a.safetensors", tensors)
+    loaded = checkpoint.load(tmp_path / "a.safetensors")
+    assert identical(loaded, tensors)
+    assert {tensor.data_ptr() % 64 for tensor in loaded} == {0}

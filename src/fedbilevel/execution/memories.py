@@ -367,7 +367,7 @@ class RecordFile:
             size = count * dtype.itemsize
             # `frombuffer` refuses an empty buffer, so an empty tensor is cut from 8 bytes.
             buffer = bytearray(record[position : position + size] or b"\0" * 8)
-            tensors[name] = torch.frombuffer(buffer, dtype=dtype)[:count].reshape(shape)
+            tensors[name] = torch.frombuffer(buffer, dtype=dtype)[:count].reshape(shape).clone()
             position += size
         return unpack(structure, tensors)  # type: ignore[no-any-return]
 

@@ -87,7 +87,9 @@ def load(path: Path) -> Any:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
+            # Copied to where PyTorch aligns tensors: in the file they begin anywhere, and kernels
+            # sum in another order there, so that a resumed run would differ in the last bit.
+            tensors = {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is not a readable checkpoint ({reason})") from error
