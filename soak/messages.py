@@ -201,6 +201,8 @@ def replies(trial: Trial) -> Counter[str]:
         control_clock(patch)  # deadlines do not depend on how busy the machine is
         grid = FakeGrid(4)
         grid.behaviours[NODE] = lie
+        # Keys are registered: without them a node may say that it is any client.
+        grid.key_names = {100 + j: f"client-{j}" for j in range(4)}
         _, run = real_federation(grid, resolve_config(table))
         for _ in run:
             pass
