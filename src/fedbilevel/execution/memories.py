@@ -366,6 +366,7 @@ class RecordFile:
             count = math.prod(shape)
             size = count * dtype.itemsize
             # `frombuffer` refuses an empty buffer, so an empty tensor is cut from 8 bytes.
+            # The copy lies where PyTorch aligns tensors, as that of `checkpoint.load`.
             buffer = bytearray(record[position : position + size] or b"\0" * 8)
             tensors[name] = torch.frombuffer(buffer, dtype=dtype)[:count].reshape(shape).clone()
             position += size
