@@ -105,7 +105,7 @@ def test_the_module_of_a_task_may_register_the_algorithm(tmp_path: Path, module:
         ("{module}:tuned", ["task.clients is missing"]),
         ("{module}:broken", ["{module}:broken", "KeyError", "nothing"]),
         ("{module}:foreign", ["{module}:foreign", "Problem", "Task"]),
-        ("{module}:unmeasurable", ["KeyError", "nothing"]),
+        ("{module}:unmeasurable", ["KeyError: 'nothing' (FEDBILEVEL_DEBUG=1 shows where)"]),
         ("syntax_error:f", ["syntax_error:f", "cannot be imported"]),
         (":", ["cannot be imported"]),
         ("..a:f", ["cannot be imported"]),

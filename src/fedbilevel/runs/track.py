@@ -81,7 +81,12 @@ class MLflow(Callback):
 
     def on_start(self, run: Run) -> None:
         """Start a run of MLflow."""
-        self._client.set_experiment(PROJECT)
+        try:
+            self._client.set_experiment(PROJECT)
+        except self._client.MlflowException as error:
+            store = self._client.get_tracking_uri()
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"MLflow cannot use the store {store!r}: {reason}") from error
         self._client.start_run(run_name=self.name)
         # MLflow's store configures logging, and that disables all existing loggers.
         logging.getLogger("fedbilevel").disabled = False
