@@ -28,13 +28,16 @@ BILEVEL = [name for name in SHARED if fb.algorithms.get(name).solves != "single"
 # iteration, steps that decrease, a finite penalty, or draws of clients and of numbers of terms.
 GOALS = {
     "aggitd": (1600, 0.15),
-    "f2sa": (450, 0.02),
+    "f2sa": (1500, 1e-3),
     "fedbioacc": (800, 1e-3),
     "fedmbo": (1200, 0.2),
     "fednest": (1500, 0.02),
-    "mefbo": (450, 0.02),
+    "mefbo": (900, 0.02),
     "unifbo": (450, 0.02),
 }
+# A finite penalty leaves f2sa at a distance of 0.29 / penalty, and mefbo, whose steps allow no
+# larger one than that of its case, at 0.016.
+SETTINGS = {"f2sa": {"penalty": 1000.0}}
 
 
 class Known(NamedTuple):
@@ -84,7 +87,8 @@ def test_learns_the_weights_and_x_of_the_closed_form(name: str) -> None:
     """One of the four clients is left out."""
     task = known()
     rounds, tolerance = GOALS.get(name, (450, 1e-3))
-    result = fb.solve(task.problem, task.clients, build(name), rounds=rounds, every=10**6)
+    method = build(name, **SETTINGS.get(name, {}))
+    result = fb.solve(task.problem, task.clients, method, rounds=rounds, every=10**6)
     assert result.status == "completed"
     torch.testing.assert_close(result.x["client_weights"], task.w, rtol=0, atol=tolerance)
     torch.testing.assert_close(result.x["x"], task.x, rtol=0, atol=tolerance)
