@@ -104,6 +104,46 @@ def test_without_a_barrier_slow_clients_count_once(kind: Any) -> None:
     torch.testing.assert_close(result.x["x"], x, rtol=0, atol=1e-5)
 
 
+def test_adaptive_steps_lead_to_the_same_solution() -> None:
+    task = quadratic()
+    lr = fb.schedules.Power(0.1, power=2.0, after=200)
+    method = MemFBO(server_lr_x=0.06, server_lr_y=lr, server_lr_u=lr, penalty=5.0, adaptive=True)
+    result = fb.solve(task.problem, task.clients, method, rounds=500, every=500)
+    x, y, _ = penalised_solution(task, 5.0)
+    torch.testing.assert_close(result.x["x"], x, rtol=0, atol=2e-3)
+    torch.testing.assert_close(result.y["y"], y, rtol=0, atol=2e-3)
+
+
+def test_adaptive_steps_on_y_and_u_are_divided_by_one_scale() -> None:
+    """One round by hand: Adam's first step is lr times the direction over the larger of the two."""
+    task = quadratic()
+    method = MemFBO(server_lr_y=0.1, server_lr_u=0.1, penalty=0.5, adaptive=True)
+    federation = fb.simulated_federation(task.problem, task.clients)
+    job = fb.Run(method, federation, {"rounds": 1})
+    _, _, c, e, _, _ = (torch.stack(part).mean(0) for part in zip(*client_means(task), strict=True))
+    d_y = -c  # at x = y = u = 0
+    d_u = -c - e / 0.5
+    job.advance()
+    larger = torch.maximum(d_y.abs(), d_u.abs())
+    torch.testing.assert_close(job.state.y["y"], -0.1 * d_y / larger)
+    torch.testing.assert_close(job.state.u["y"], -0.1 * d_u / larger)
+
+
+def test_an_adaptive_run_resumes_bit_for_bit(tmp_path: Any) -> None:
+    task = quadratic()
+    method = MemFBO(adaptive=True)
+
+    def solve(rounds: int, folder: str, resume: bool = False) -> fb.Result:
+        out = tmp_path / folder
+        return fb.solve(task.problem, task.clients, method, rounds=rounds, out=out, resume=resume)
+
+    whole = solve(4, "whole")
+    solve(2, "run")
+    resumed = solve(4, "run", resume=True)
+    assert torch.equal(resumed.x["x"], whole.x["x"])
+    assert torch.equal(resumed.y["y"], whole.y["y"])
+
+
 def double_well() -> fb.Problem:
     """g = (y^2 - 1)^2 / 4 - x y, with curvature -1 at y = 0; f pulls y to 1.2 and x to 0."""
 

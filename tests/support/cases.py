@@ -461,6 +461,16 @@ def fedavg(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) ->
     return x, y
 
 
+def fedadam(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) -> Pair:
+    """PyTorch's Adam, whose gradient is the displacement."""
+    x, y = start_xy(m)
+    adam = torch.optim.Adam([y], lr=h["server_lr"], betas=(0.9, 0.99), eps=1e-8, maximize=True)
+    for _ in range(iterations):
+        y.grad = lower_round(m, h, x, y, steps) - y
+        adam.step()
+    return x, y
+
+
 def fedavg_cost(steps: Sequence[int], x: int, y: int) -> Counts:
     """x and y down, their displacements up."""
     sent = len(steps) * (x + y)
@@ -959,6 +969,14 @@ CASES = {
     # Differences are exact on quadratics.
     "rafbo": Case(_RABO | {"width": 1.0}, rabo, rabo_cost, goal=goal_with_one_term_less),
     "fedavg": _FEDAVG,
+    "fedadam": Case(
+        {"lr_x": 0.1, "lr_y": 0.4, "server_lr": 0.02, "train": "y"},
+        fedadam,
+        fedavg_cost,
+        rounds=400,
+        tolerance=0.01,
+        goal=_start_of_x,
+    ),
     "ditto": Case(
         {"lr_x": 0.1, "lr_y": 0.4, "pull": 0.5, "train": "y"},
         ditto,

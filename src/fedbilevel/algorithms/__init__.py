@@ -14,6 +14,7 @@ from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO
 from fedbilevel.algorithms.base import Algorithm, State
 from fedbilevel.algorithms.ditto import Ditto
 from fedbilevel.algorithms.f2sa import F2SA
+from fedbilevel.algorithms.fedadam import FedAdam
 from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.fedbabu import FedBABU
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
@@ -57,6 +58,7 @@ __all__ = [
     "Algorithm",
     "Ditto",
     "FIARSEStructured",
+    "FedAdam",
     "FedAvg",
     "FedBABU",
     "FedBiO",

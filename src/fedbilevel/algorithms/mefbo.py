@@ -77,6 +77,7 @@ class MeFBO(MemFBO):
         server_lr_u: Server step size of u.
         penalty: The weight of the lower loss, a number above 0 or a schedule.
         barrier: Whether an iteration waits for its whole cohort.
+        adaptive: Whether the server's steps on y and u are Adam's, as in `MemFBO`.
         envelope: The parameter of the Moreau envelope, above 0.
 
     Examples:

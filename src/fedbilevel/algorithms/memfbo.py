@@ -11,6 +11,7 @@ from torch import Tensor
 from fedbilevel.algorithms.afbo import NO_REPLIES, LatestReplies, LatestTuple
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared import Moments
 from fedbilevel.core.oracle import Oracle, PenaltyDirections
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
@@ -28,6 +29,7 @@ class State(NamedTuple):
         u: The lower variable that minimises G + F / penalty.
         latest: Without a barrier, the fields of `LatestReplies` (see `afbo`).
         idle: Without a barrier, the clients that wait for a task.
+        moments: With adaptive steps, the fields of the `Moments` of y and u.
     """
 
     x: Tree
@@ -35,6 +37,7 @@ class State(NamedTuple):
     u: Tree
     latest: LatestTuple = NO_REPLIES
     idle: Sequence[int] = ()
+    moments: tuple[Any, ...] = ()
 
 
 class Local(NamedTuple):
@@ -125,13 +128,17 @@ class MemFBO(Algorithm):
     counts once, whatever its speed. Steps are then divided by sqrt(1 + the mean age of these
     replies, in iterations).
 
+    With `adaptive=True` the server takes Adam's steps on y and u, which transformers need. Both are
+    divided by one scale, the root mean square of the larger of their directions, so that penalty
+    (u - y) still goes to the solution of the same linear system; clients have no such state.
+
     Cost per iteration: one round; 3 gradients per client and local step; x, y and u go down, three
     directions of the same sizes come up.
 
     Departures from print: of the paper only the abstract was at hand (single loop, all variables
     at once, first derivatives alone for all local updates, partial participation); the update is
     ours, from the penalised problem of F2SA in the scheme of ShroFBO by the same group. We divide
-    the step on u by the penalty (see `F2SA`). `barrier=False` is ours.
+    the step on u by the penalty (see `F2SA`). `barrier=False` and `adaptive` are ours.
 
     References:
         Yang, Xiao, Ma and Ji, "First-Order Federated Bilevel Learning", AAAI 2025.
@@ -145,6 +152,8 @@ class MemFBO(Algorithm):
         server_lr_u: Server step size of u.
         penalty: The weight of the lower loss, a number above 0 or a schedule.
         barrier: Whether an iteration waits for its whole cohort.
+        adaptive: Whether the server's steps on y and u are Adam's; step sizes are then about how
+            far an entry moves in a round, such as 0.001.
 
     Examples:
         >>> import fedbilevel as fb
@@ -172,11 +181,12 @@ class MemFBO(Algorithm):
     server_lr_u: Step = 0.2
     penalty: Step = 10.0
     barrier: bool = True
+    adaptive: bool = False
 
     def init(self, problem: Problem) -> State:
         """Start at the problem's x and y, and u = y."""
         x, y = problem.start
-        return State(x, y, y)
+        return State(x, y, y, moments=tuple(Moments.of(y, 2)) if self.adaptive else ())
 
     def iterate(self, s: State, fed: Federation) -> State:
         """Run one round: local steps on the clients, and a step along their means."""
@@ -191,10 +201,15 @@ class MemFBO(Algorithm):
             latest = LatestReplies(*s.latest).with_replies(r, fed.iteration)
             s = s._replace(latest=latest.as_tuple(), idle=r.idle)
             h, scale = latest.scaled_means({"hx": s.x, "hy": s.y, "hu": s.u}, fed.iteration)
+        dy = h["hy"]
+        du = h["hu"]
+        if self.adaptive:
+            moments, (dy, du) = Moments(*s.moments).step(dy, du)
+            s = s._replace(moments=tuple(moments))
         return s._replace(
             x=fed.problem.project(s.x - scale * self.server_lr_x * h["hx"]),
-            y=s.y - scale * self.server_lr_y * h["hy"],
-            u=s.u - scale * self.server_lr_u * h["hu"],
+            y=s.y - scale * self.server_lr_y * dy,
+            u=s.u - scale * self.server_lr_u * du,
         )
 
     def phase(self, kind: type[PenaltyDescend], **settings: Any) -> PenaltyDescend:
