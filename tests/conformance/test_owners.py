@@ -31,13 +31,16 @@ SETTINGS: dict[str, Any] = {
     "simfbo": _FAST,
     "shrofbo": _FAST,
     "afbo": _FAST,
+    "asfbo": {**_FAST, "server_lr_x_bounds": (0.15, 0.16)},
+    "la-asfbo": {**_FAST, "server_lr_x_bounds": (0.15, 0.16)},
+    "unifbo": {"lr_x": 0.3, "momentum_weight": 1.0},
     "fedbio": {"lr_x": 0.15, "lr_y": 0.9, "lr_z": 0.9},
     "fedbioacc": {"lr_x": 0.15, "lr_y": 0.7, "lr_z": 0.7},
     "rabo": {"solver": "cg", "neumann_steps": 6, "lower_steps": 2},
     "rafbo": {"solver": "cg", "neumann_steps": 6, "lower_steps": 2, "width": 1.0},
     "fednest": {"lower_steps": 2, "inner_rounds": 1, "neumann_steps": 15, "lr_x": 0.4},
 }
-ROUNDS = {"fednest": 3 * 40, "aggitd": 800, "unifbo": 500, "fedbioacc": 350}
+ROUNDS = {"fednest": 3 * 40, "aggitd": 800, "unifbo": 240, "fedbioacc": 350}
 
 
 def owning(level: str) -> list[str]:
@@ -54,13 +57,17 @@ def method(name: str, level: str) -> Any:
     settings = SETTINGS.get(name, {})
     if level == "x" and "server_lr_x" in case(name).settings:
         settings = {"lr_x": 0.15, "server_lr_y": 0.9, "server_lr_z": 0.9}
+        if "server_lr_y_bounds" in case(name).settings:
+            bounds = (0.9, 0.95)
+            settings |= {"server_lr_y_bounds": bounds, "server_lr_z_bounds": bounds}
     return build(name, **settings)
 
 
 def test_the_methods_for_variables_of_clients() -> None:
     solve_y = {"simfbo", "shrofbo", "unifbo", "fedbio", "aggitd", "fednest", "rabo", "afbo"}
-    assert solve_y | {"rafbo", "fedbioacc"} == set(owning("y"))
-    assert set(owning("x")) == {"simfbo", "shrofbo", "fedbio", "afbo"}
+    assert solve_y | {"asfbo", "la-asfbo", "rafbo", "fedbioacc"} == set(owning("y"))
+    solve_x = {"simfbo", "shrofbo", "asfbo", "la-asfbo", "unifbo", "fedbio", "afbo"}
+    assert set(owning("x")) == solve_x
 
 
 def solve(task: Any, algorithm: Any, rounds: int, **options: Any) -> fb.Result:
@@ -103,7 +110,7 @@ def test_own_y_ends_in_the_closed_form(name: str) -> None:
 
 @pytest.mark.parametrize("name", owning("x"))
 def test_own_x_ends_in_the_closed_form(name: str) -> None:
-    check_own_x(method(name, "x"), 130)
+    check_own_x(method(name, "x"), ROUNDS.get(name, 130), case(name).tolerance)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class Descend(SingleLoopPhase):
     lr_y: Number
     lr_z: Number
     momentum_weight: Fraction
+    radius: Positive = 1000.0
 
     def start(self, msg: Message) -> Local:
         """Start at the server's point."""
@@ -92,6 +93,11 @@ class Descend(SingleLoopPhase):
         """Reply with the means of the momenta."""
         return {"hx": c.q.x / c.steps, "hy": c.q.y / c.steps, "hz": c.q.z / c.steps}
 
+    def own(self, c: Local) -> dict[str, Tree]:
+        """Keep the last local values, with z in its ball, as the server does."""
+        x, y, z = c.point
+        return {"x": x, "y": y, "z": project(z, self.radius)}
+
 
 @register("asfbo")
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +122,8 @@ class ASFBO(Algorithm):
         var <- var - rho gamma h,
 
     and projects z onto the ball of `radius`.
+
+    What belongs to the clients (`Problem.owner`) takes the local steps alone, as in `SimFBO`.
 
     Cost per iteration: one round; 3 gradients per client and local step, 7 with
     `independent_batches`; x, y and z go down, three directions of the same sizes come up.
@@ -168,6 +176,7 @@ class ASFBO(Algorithm):
         ('completed', True)
     """
 
+    client_levels = ("x", "y")
     local_phase: ClassVar[type[Descend]] = Descend
 
     lr_x: Step = 0.01
@@ -224,6 +233,7 @@ class ASFBO(Algorithm):
             momentum_weight=self.momentum_weight,
             damping=self.damping,
             independent_batches=self.independent_batches,
+            radius=self.radius,
         )
 
     def running_norm(self, s: float, h: Tree) -> float:

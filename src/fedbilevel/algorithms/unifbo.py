@@ -83,21 +83,33 @@ class SeparateDirectionsAtPoint(DirectionsAtPoint):
 
 
 class OwnMoves(DirectionsAtPoint):
-    """As `DirectionsAtPoint`; the client takes the server's step on the y and z that it owns.
+    """As `DirectionsAtPoint`; the client takes the server's step on what it owns.
 
-    It remembers their momenta and sums of squares.
+    It remembers the momenta and the sums of squares of these directions.
+
+    Args:
+        level: The level of which the clients own variables: "x", "y" (with z) or "both".
     """
 
     remembers = True
 
+    lr_x: Number
     lr_y: Number
     lr_z: Number
     momentum_weight: Fraction
     radius: Positive
+    level: Literal["x", "y", "both"]
+
+    def moved(self, x: Tree, y: Tree, z: Tree) -> dict[str, Tree]:
+        """Return those of three trees that the client moves."""
+        trees = {"x": x, "y": y, "z": z}
+        if self.level == "both":
+            return trees
+        return {name: tree for name, tree in trees.items() if (name == "x") == (self.level == "x")}
 
     def start(self, m: Message) -> Any:
         """Take the server's point, and the client's momenta and sums."""
-        zeros = {"y": zeros_like(m.y), "z": zeros_like(m.z)}
+        zeros = {name: zeros_like(tree) for name, tree in self.moved(m.x, m.y, m.z).items()}
         sums = {name: zero.map(gram) for name, zero in zeros.items()}
         return super().start(m), m.memory or {"m": zeros, "s": sums}
 
@@ -112,17 +124,21 @@ class OwnMoves(DirectionsAtPoint):
         return {**super().finish(local), "memory": self.renew(local, memory)}
 
     def own(self, c: Any) -> dict[str, Tree]:
-        """Keep y and z after a whitened step along the new momenta."""
+        """Keep x, or y and z, after a whitened step along the new momenta."""
         local, memory = c
         new = self.renew(local, memory)
-        y = local.y - self.lr_y * new["m"]["y"].map(whiten, new["s"]["y"])
-        z = local.z - self.lr_z * new["m"]["z"].map(whiten, new["s"]["z"])
-        return {"y": y, "z": project(z, self.radius)}
+        lr = {"x": self.lr_x, "y": self.lr_y, "z": self.lr_z}
+        kept = {}
+        for name, value in self.moved(local.x, local.y, local.z).items():
+            kept[name] = value - lr[name] * new["m"][name].map(whiten, new["s"][name])
+        if "z" in kept:
+            kept["z"] = project(kept["z"], self.radius)
+        return kept
 
     def renew(self, c: Local, memory: Any) -> dict[str, dict[str, Tree]]:
         """Return momenta and sums of squares with the directions of this task."""
         w = self.momentum_weight
-        h = {"y": c.q.y / c.steps, "z": c.q.z / c.steps}
+        h = {name: q / c.steps for name, q in self.moved(*c.q).items()}
         return {
             "m": {name: (1 - w) * memory["m"][name] + w * h[name] for name in h},
             "s": {name: memory["s"][name] + h[name].map(gram) for name in h},
@@ -173,8 +189,8 @@ class UniFBO(Algorithm):
     `AFBO`), however old: every client counts once, whatever its speed. Steps are then divided by
     sqrt(1 + the mean age of these replies, in iterations), and models are whole.
 
-    Where y belongs to the clients (`Problem.owner`), each takes the steps on its y_i and z_i by
-    itself, with its own m and S.
+    Where x or y belongs to the clients (`Problem.owner`), each takes the steps on its x_i, or its
+    y_i and z_i, by itself, with its own m and S.
 
     Cost per iteration: one round; 3 gradients per client and local batch; x, y and z go down, three
     directions of the same sizes come up (those of the submodel, if clients hold one). The server
@@ -208,7 +224,7 @@ class UniFBO(Algorithm):
     """
 
     submodels = True
-    client_levels = ("y",)
+    client_levels = ("x", "y")
 
     lr_x: Step = 0.02
     lr_y: Step = 0.02
@@ -225,6 +241,12 @@ class UniFBO(Algorithm):
             raise ValueError(
                 f"barrier is False and capacity is {environment.capacity}; "
                 "without a barrier models are whole: barrier must be True, or capacity 1"
+            )
+        if "x" in problem.client_levels and problem.project_x is not None:
+            name = min(problem.client_names & problem.x.keys())
+            raise ValueError(
+                f"owner gives {name!r} to the clients, whose whitened steps cannot be projected, "
+                "and project_x is given; one of the two must be left out"
             )
         super().check(problem, environment)
 
@@ -266,15 +288,18 @@ class UniFBO(Algorithm):
         submodels = assign_submodels(fed, C, s.x, s.y, self.policy)
         phase: Phase = DirectionsAtPoint(damping=self.damping)
         if fed.problem.client_levels:
-            phase = OwnMoves(**self.own_moves())
+            phase = OwnMoves(**self.own_moves(fed.problem))
         r = fed.ask(phase, C, submodels=submodels, x=s.x, y=s.y, z=s.z)
         mean = r.coverage_mean if any(submodels) else r.mean
         return mean("hx"), mean("hy"), mean("hz")
 
-    def own_moves(self) -> dict[str, Any]:
+    def own_moves(self, problem: Problem) -> dict[str, Any]:
         """Return the settings of the clients' own steps."""
+        levels = problem.client_levels
         return {
             "damping": self.damping,
+            "level": levels[0] if len(levels) == 1 else "both",
+            "lr_x": self.lr_x,
             "lr_y": self.lr_y,
             "lr_z": self.lr_z,
             "momentum_weight": self.momentum_weight,
@@ -285,7 +310,7 @@ class UniFBO(Algorithm):
         """Return h, the mean over the last replies of all clients, and the scale of the steps."""
         phase: Phase = SeparateDirectionsAtPoint(damping=self.damping)
         if fed.problem.client_levels:
-            phase = SeparateOwnMoves(**self.own_moves())
+            phase = SeparateOwnMoves(**self.own_moves(fed.problem))
         fed.post(phase, s.idle or range(len(fed)), x=s.x, y=s.y, z=s.z)
         r = fed.collect()
         latest = LatestReplies(*s.latest).without(fed.excluded, fed).with_replies(r, fed.iteration)
