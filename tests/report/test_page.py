@@ -1,7 +1,9 @@
 """The page: its contents, and its behaviour in a real browser."""
 
 import csv
+import dataclasses
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ import fedbilevel as fb
 from fedbilevel import report
 from fedbilevel.report._page import page
 from fedbilevel.runs import folder
+from fedbilevel.runs.clients import distribution
+from fedbilevel.runs.folder import RunFolder
 from tests.support.synthetic_runs import run_with, write_comparison, write_run
 
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>&amp;"
@@ -77,6 +81,34 @@ def test_costs_that_older_runs_do_not_have_are_left_out(tmp_path: Path) -> None:
     html = page([run])
     assert '<th class="text" scope="col">Clients</th>' not in html
     assert "nan FLOP" not in html
+
+
+def with_clients(seed: int, values: list[float], name: str = "fedbio") -> RunFolder:
+    """A run of two evaluations, with an accuracy of each client at the end."""
+    run = run_with(seed, [0, 5], [0.1, 0.5], name=name)
+    of_clients = distribution("test_accuracy", values)
+    for metrics in run.history:
+        metrics |= {f"test_accuracy_{key}": value for key, value in of_clients.items()}
+    entry = {**of_clients, "clients": list(range(3, 3 + len(values))), "values": values}
+    summary = {"status": "completed", "ledger": {}, "client_metrics": {"test_accuracy": entry}}
+    return dataclasses.replace(run, summary=summary)
+
+
+def test_it_tells_how_a_metric_is_distributed_over_clients() -> None:
+    runs = [with_clients(0, [0.25, 0.75, 0.5]), with_clients(1, [0.5, 0.5])]
+    html = page([*runs, run_with(0, [0, 5], [0.1, 0.3], name="simfbo")])
+    section = html[html.index('id="single"') : html.index('id="cost"')]
+    cells = [unescape(cell) for cell in re.findall(r'data-value="[^"]*">([^<]*)<', section)]
+    assert cells[:5] == [
+        "0.5000 ± 0.0000",
+        "0.5000 ± 0.0000",
+        "0.4000 ± 0.1414",
+        "0.3750 ± 0.1768",
+        "0.1021 ± 0.1443",
+    ]
+    assert cells[5:] == ["3", "0.2500", "4", "0.7500", "5", "0.5000"]  # of the first seed
+    assert "simfbo" not in section
+    assert 'id="single"' not in page([run_with(0, [0, 5], [0.1, 0.3])])
 
 
 def test_runs_without_an_evaluation_to_draw_are_refused() -> None:
@@ -267,6 +299,24 @@ def test_a_heading_sorts_its_table_both_ways(opened: Page) -> None:
     assert opened.evaluate(losses) == sorted(opened.evaluate(losses), reverse=True)
     table.get_by_role("button", name="#").click()
     assert names.all_text_contents() == ranked
+
+
+def test_clients_are_drawn_and_sorted(browser: Browser, tmp_path: Path) -> None:
+    values = [0.25, 0.75, 0.5]
+    file = tmp_path / "page.html"
+    file.write_text(page([with_clients(0, values), with_clients(0, values, "simfbo")]))
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(file.as_uri())
+    tab.wait_for_selector("#clients-test_accuracy .xtitle")
+    assert count_lines(tab, "rounds-test_accuracy") == 2 * 3  # median, worst tenth, worst
+    assert count_lines(tab, "clients-test_accuracy") == 2
+    tab.get_by_role("checkbox", name="simfbo").uncheck()
+    assert count_lines(tab, "rounds-test_accuracy") == 3
+    details = tab.locator("details.sortable").first
+    details.locator("summary").click()
+    details.get_by_role("button", name="Test accuracy").click()
+    assert details.locator("tbody td:first-child").all_text_contents() == ["3", "5", "4"]
+    tab.close()
 
 
 def test_curves_are_saved_as_csv_and_a_chart_as_svg(opened: Page) -> None:

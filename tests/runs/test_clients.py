@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,14 +20,14 @@ from tests.support.owners import client_owned
 def test_distribution_is_that_of_numpy_and_knows_which_side_is_worse() -> None:
     values = [0.9, 0.1, 0.4, 0.8, 0.7]
     accuracy = distribution("accuracy", values)
-    assert accuracy["accuracy"] == pytest.approx(np.mean(values))
-    assert accuracy["accuracy_worst"] == 0.1
-    assert accuracy["accuracy_p10"] == pytest.approx(np.quantile(values, 0.1))
-    assert accuracy["accuracy_spread"] == pytest.approx(np.std(values))
+    assert accuracy["mean"] == pytest.approx(np.mean(values))
+    assert accuracy["worst"] == 0.1
+    assert accuracy["p10"] == pytest.approx(np.quantile(values, 0.1))
+    assert accuracy["spread"] == pytest.approx(np.std(values))
     loss = distribution("test_loss", values)
-    assert loss["test_loss_worst"] == 0.9
-    assert loss["test_loss_p10"] == pytest.approx(np.quantile(values, 0.9))
-    assert loss["test_loss_median"] == 0.7
+    assert loss["worst"] == 0.9
+    assert loss["p10"] == pytest.approx(np.quantile(values, 0.9))
+    assert loss["median"] == 0.7
 
 
 def test_every_client_is_evaluated_at_its_own_point() -> None:
@@ -72,3 +74,25 @@ def test_personal_of_a_shared_problem_is_the_result() -> None:
         result.personal(3)
     with pytest.raises(LookupError, match="no federation"):
         dataclasses.replace(result, federation=None).personal(1)
+
+
+def test_the_summary_has_the_clients_and_survives_a_resumed_run(tmp_path: Path) -> None:
+    task = client_owned("y")
+
+    def evaluate(x: Tree, y: Tree, client: int) -> dict[str, float]:
+        norm = float(y["y"].norm())
+        return {"norm": norm} if client != 3 else {"norm": norm, "rare": 1.0}
+
+    options = {"evaluate_client": evaluate, "out": tmp_path / "run"}
+    result = fb.solve(task.problem, task.clients, "simfbo", rounds=4, **options)
+    file = tmp_path / "run" / "summary.json"
+    summary = json.loads(file.read_text())["client_metrics"]
+    norms = [float(result.personal(client)[1]["y"].norm()) for client in range(5)]
+    assert summary["norm"]["clients"] == [0, 1, 2, 3, 4]
+    assert summary["norm"]["values"] == norms
+    assert summary["norm"]["worst"] == min(norms)
+    assert summary["norm"]["spread"] == pytest.approx(np.std(norms))
+    assert summary["rare"]["clients"] == [3]
+    file.unlink()
+    fb.solve(task.problem, task.clients, "simfbo", rounds=4, resume=True, **options)
+    assert json.loads(file.read_text())["client_metrics"] == summary

@@ -40,17 +40,28 @@ def _check_target(option: str, path: Path) -> None:
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="A run folder; of a node, what `fedbilevel state` lists of the run."),
+    ],
     out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
     client: Annotated[
         int | None,
         typer.Option(help="The client whose own model to write; by default the server's."),
     ] = None,
 ) -> None:
-    """Write the trained module of a run, or a client's, as a file."""
+    """Write the trained module of a run, or a client's, as a file.
+
+    In a real federation a client's own model is on its node, and is written there.
+    """
     from safetensors.torch import save
 
+    from fedbilevel.runs.folder import node_model
     from fedbilevel.runs.load import load_run
 
-    out.write_bytes(save(load_run(folder).state_dict(client)))
+    _check_target("--out", out)
+    if client is not None and node_model(folder, client).is_file():
+        out.write_bytes(node_model(folder, client).read_bytes())
+    else:
+        out.write_bytes(save(load_run(folder).state_dict(client)))
     print(f"written: {out}")

@@ -104,8 +104,7 @@ def build_run(config: Config, task: Task, fed: Federation) -> Run:
 
     Args:
         config: The resolved experiment.
-        task: Its task, which evaluates the run; single clients only in a simulation, because real
-            ones keep their models.
+        task: Its task, which evaluates the run; real clients evaluate their own models themselves.
         fed: The federation.
 
     Returns:
@@ -128,7 +127,7 @@ def build_run(config: Config, task: Task, fed: Federation) -> Run:
         task.evaluate,
         config.every,
         target,
-        task.evaluate_client if fed.transport.reads_own else None,
+        task.evaluate_client,
         config.metric or task.metric,
         callbacks,
     )

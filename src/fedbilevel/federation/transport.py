@@ -184,6 +184,21 @@ class Transport(ABC):
         """
         raise LookupError(f"the own model of client {client} is with it, on its own machine")
 
+    def client_metrics(
+        self, clients: Sequence[int], x: Tree, y: Tree
+    ) -> dict[int, dict[str, float]]:
+        """Let clients that keep their models for themselves evaluate them.
+
+        Args:
+            clients: The clients.
+            x: The server's part of x.
+            y: The server's part of y.
+
+        Returns:
+            The metrics of the clients that answered, by name; by default of none.
+        """
+        return {}
+
     def unavailable(self, needed: int, busy: Collection[int]) -> Collection[int]:
         """The clients that cannot be asked now; waits while too few can be.
 

@@ -32,6 +32,14 @@ from fedbilevel.report._curves import (
     mean_curve,
     needs_log_scale,
 )
+from fedbilevel.report._personal import (
+    COLUMNS,
+    LINES,
+    client_values,
+    distributions,
+    final_values,
+    personal_metrics,
+)
 from fedbilevel.report._tables import (
     Row,
     client_costs,
@@ -66,7 +74,11 @@ def page(runs: Sequence[RunFolder], command: str = "") -> str:
     shown = [name for name in main_metrics(runs) if name in metrics] or metrics[:1]
     finals = [name for name, _ in rows[0].finals.items() if any(row.finals[name] for row in rows)]
     scripts = [get_plotlyjs(), _read("page.js")]
-    data = json.dumps(_chart_data(groups, axes, metrics), separators=(",", ":"))
+    personal = personal_metrics(groups)
+    data = json.dumps(
+        {**_chart_data(groups, axes, metrics), "personal": _personal_data(groups, personal)},
+        separators=(",", ":"),
+    )
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -94,6 +106,12 @@ def page(runs: Sequence[RunFolder], command: str = "") -> str:
         phase_costs=[(group.label, list(phase_costs(group).items())) for group in groups],
         client_columns=CLIENT_COLUMNS,
         client_costs=[(group.label, _client_lines(group)) for group in groups],
+        personal=personal,
+        personal_columns=COLUMNS,
+        distributions={name: distributions(groups, name) for name in personal},
+        client_tables=[
+            (group.label, group.runs[0].seed, client_values(group, personal)) for group in groups
+        ],
         differences=config_differences(groups),
         configs=[_config(group) for group in groups],
         spread=spread,
@@ -145,6 +163,25 @@ def _chart_data(
         if len(group.runs) > 1:
             curves[index]["seeds"] = [_seed_data(run, axes, metrics) for run in group.runs]
     return {"axes": headings, "charts": charts, "curves": curves}
+
+
+def _personal_data(groups: Sequence[Group], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what page.js draws of single clients: for each metric a chart of rounds and one of
+    clients, with the values of each curve.
+    """
+    charts = []
+    for name in names:
+        curves = []
+        for index, group in enumerate(groups):
+            lines = {}
+            for suffix, title in LINES.items():
+                curve = mean_curve(group.runs, "round", f"{name}_{suffix}")
+                if curve is not None:
+                    lines[title] = {"x": _floats(curve.x), "y": _floats(curve.mean)}
+            values = np.sort(final_values(group, name))
+            curves.append({"curve": index, "lines": lines, "values": _floats(values)})
+        charts.append({"metric": name, "title": metric_title(name), "curves": curves})
+    return charts
 
 
 def _seed_data(run: RunFolder, axes: Sequence[Axis], metrics: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { axes, charts, curves } = JSON.parse(document.getElementById("data").textContent);
+  const { axes, charts, curves, personal } = JSON.parse(document.getElementById("data").textContent);
   const controls = document.querySelector(".controls");
   const boxes = [...controls.querySelectorAll("[name=curve]")];
   const metricBoxes = [...controls.querySelectorAll("[name=metric]")];
@@ -74,6 +74,35 @@
     return [{ ...edge, y: low }, band, mean];
   }
 
+  const DASHES = ["solid", "dash", "dot"];
+
+  // Two charts per metric of single clients: over rounds, and over the clients at the end.
+  function personalTraces(chart, style) {
+    const rounds = [];
+    const clients = [];
+    for (const { curve, lines, values } of chart.curves) {
+      const { label, colour } = curves[curve];
+      const color = style.getPropertyValue(`--curve-${colour}`);
+      const visible = boxes[curve].checked;
+      const base = { visible, legendgroup: label, mode: "lines" };
+      Object.entries(lines).forEach(([title, { x, y }], index) => {
+        const line = { color, width: 2, dash: DASHES[index] };
+        const name = escapeTags(label);
+        const hovertemplate = `%{y:.4~g} (${title.toLowerCase()})`;
+        const points = { x: floats(x), y: floats(y) };
+        const mode = points.x.length > 1 ? "lines" : "markers";
+        rounds.push({ ...base, ...points, name, mode, line, hovertemplate, showlegend: false });
+      });
+      const sorted = floats(values);
+      const x = Array.from(sorted, (_, i) => (100 * (i + 1)) / sorted.length);
+      const line = { color, width: 2, shape: "vh" };
+      const hovertemplate = "%{y:.4~g}";
+      const name = escapeTags(label);
+      clients.push({ ...base, x, y: sorted, name, line, hovertemplate, showlegend: true });
+    }
+    return { rounds, clients };
+  }
+
   // The range of the numbers that are shown, with a margin.
   function range(data, logarithmic) {
     let low = Infinity;
@@ -104,35 +133,51 @@
       (name) => style.getPropertyValue(`--${name}`),
     );
     const shown = metricBoxes.filter((box) => box.checked).map((box) => box.value);
+    const scale = (title) => ({
+      title: { text: title, font: { size: 13 }, standoff: 10 },
+      color: muted,
+      gridcolor: border,
+      linecolor: border,
+      zeroline: false,
+      automargin: true,
+    });
+    const common = {
+      font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: text },
+      paper_bgcolor: background,
+      plot_bgcolor: background,
+      margin: { l: 56, r: 12, t: 28, b: 48 },
+      hovermode: narrow.matches ? "closest" : "x unified",
+      hoverlabel: { bgcolor: background, bordercolor: border, font: { color: text } },
+      dragmode: touch.matches ? false : "zoom", // a finger on a chart scrolls the page
+    };
+    const plot = (id, data, layout) => {
+      const saveAsSvg = {
+        name: "Save as SVG",
+        icon: Plotly.Icons.disk,
+        click: (chart) => Plotly.downloadImage(chart, { format: "svg", filename: id }),
+      };
+      Plotly.react(id, data, layout, {
+        responsive: true,
+        displaylogo: false,
+        displayModeBar: touch.matches ? false : "hover",
+        modeBarButtons: [["toImage", saveAsSvg, "zoom2d", "pan2d", "resetScale2d"]],
+      });
+    };
     Object.entries(charts).forEach(([metric, chart]) => {
       const element = document.getElementById(metric);
       const position = shown.indexOf(metric);
       element.hidden = position < 0;
       element.classList.toggle("first", position === 0 || (shown.length === 2 && position === 1));
       if (element.hidden) return;
-      const scale = (title) => ({
-        title: { text: title, font: { size: 13 }, standoff: 10 },
-        color: muted,
-        gridcolor: border,
-        linecolor: border,
-        zeroline: false,
-        automargin: true,
-      });
       const isLogarithmic = chosen === "automatic" ? chart.log : chosen === "logarithmic";
       const logarithmic = isLogarithmic && { type: "log", nticks: 4, exponentformat: "power" };
       const data = curves.flatMap((curve, index) =>
         traces(curve, index, axis, metric, style, options),
       );
       const layout = {
-        font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: text },
-        paper_bgcolor: background,
-        plot_bgcolor: background,
-        margin: { l: 56, r: 12, t: 28, b: 48 },
+        ...common,
         xaxis: { ...scale(axes[axis]), rangemode: "tozero" },
         yaxis: { ...scale(chart.title), ...logarithmic, range: range(data, isLogarithmic) },
-        hovermode: narrow.matches ? "closest" : "x unified",
-        hoverlabel: { bgcolor: background, bordercolor: border, font: { color: text } },
-        dragmode: touch.matches ? false : "zoom", // a finger on a chart scrolls the page
         showlegend: position === 0,
         legend: {
           traceorder: "normal",
@@ -140,18 +185,18 @@
         },
         uirevision: [axis, chosen, boxes.map((box) => box.checked)].join(), // until then, a zoom stays
       };
-      const saveAsSvg = {
-        name: "Save as SVG",
-        icon: Plotly.Icons.disk,
-        click: (chart) => Plotly.downloadImage(chart, { format: "svg", filename: metric }),
-      };
-      Plotly.react(metric, data, layout, {
-        responsive: true,
-        displaylogo: false,
-        displayModeBar: touch.matches ? false : "hover",
-        modeBarButtons: [["toImage", saveAsSvg, "zoom2d", "pan2d", "resetScale2d"]],
-      });
+      plot(metric, data, layout);
     });
+    for (const chart of personal) {
+      const { rounds, clients } = personalTraces(chart, style);
+      const legend = { orientation: "h", y: -0.25, yanchor: "top" };
+      const show = (id, data, title) => {
+        const yaxis = { ...scale(chart.title), range: range(data, false) };
+        plot(id, data, { ...common, legend, yaxis, xaxis: { ...scale(title) } });
+      };
+      show(`rounds-${chart.metric}`, rounds, axes.round ?? "Communication rounds");
+      show(`clients-${chart.metric}`, clients, "Share of the clients (%)");
+    }
     listenToLegend(document.getElementById(shown[0]));
     for (const table of document.querySelectorAll("[data-axis]")) {
       table.hidden = table.dataset.axis !== axis;
@@ -239,7 +284,7 @@
   });
 
   draw();
-  document.querySelectorAll("[data-axis] table").forEach(makeSortable);
+  document.querySelectorAll("[data-axis] table, .sortable table").forEach(makeSortable);
   controls.addEventListener("change", draw);
   for (const query of [narrow, matchMedia("(prefers-color-scheme: dark)")]) {
     query.addEventListener("change", draw);

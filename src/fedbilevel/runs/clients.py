@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +22,17 @@ MAX_CLIENTS = 1000  # that are evaluated
 class ClientMetrics:
     """Evaluates clients at their own x and y, and summarises what comes out.
 
-    In a federation of more than 1,000 clients, 1,000 are evaluated, drawn once for a run.
+    In a federation of more than 1,000 clients, 1,000 are evaluated, drawn once for a run. In a
+    simulation `evaluate` is called here; a client on another machine evaluates itself, as the task
+    of its experiment says, and sends the numbers.
 
     Args:
         evaluate: Evaluates one client.
-        fed: The federation; it must be a simulation if clients own variables.
+        fed: The federation.
 
     Attributes:
         clients: The clients that are evaluated.
-        latest: The values of the last evaluation, by name, one per client.
+        latest: What the last evaluation returned, by client; real clients may not have answered.
 
     Examples:
         >>> import fedbilevel as fb
@@ -39,6 +42,8 @@ class ClientMetrics:
         >>> metrics = ClientMetrics(lambda x, y, client: {"accuracy": 0.25 * client}, fed)
         >>> metrics(*task.problem.start)["accuracy_worst"]
         0.0
+        >>> metrics.summary()["accuracy"]["values"]
+        [0.0, 0.25, 0.5]
     """
 
     def __init__(self, evaluate: EvaluateClient, fed: Federation) -> None:
@@ -46,7 +51,7 @@ class ClientMetrics:
         self.fed = fed
         count = min(len(fed), MAX_CLIENTS)
         self.clients = sorted(subset(root(fed.seed, "client metrics"), len(fed), count))
-        self.latest: dict[str, list[float]] = {}
+        self.latest: dict[int, dict[str, float]] = {}
 
     def __call__(self, x: Tree, y: Tree) -> dict[str, float]:
         """Evaluate the clients.
@@ -56,18 +61,43 @@ class ClientMetrics:
             y: The server's part of y.
 
         Returns:
-            What `distribution` says of each metric.
+            What `distribution` says of each metric, by name, the mean without a suffix.
         """
-        self.latest = {}
-        for client in self.clients:
-            with torch.no_grad():
-                metrics = self.evaluate(*self.fed.personal(client, x, y), client)
-            for name, value in as_numbers("evaluate_client", metrics).items():
-                self.latest.setdefault(name, []).append(value)
-        summary: dict[str, float] = {}
-        for name, values in self.latest.items():
-            summary |= distribution(name, values)
-        return summary
+        if self.fed.transport.reads_own:
+            self.latest = {client: self._evaluate(client, x, y) for client in self.clients}
+        else:
+            self.latest = self.fed.transport.client_metrics(self.clients, x, y)
+        flat: dict[str, float] = {}
+        for name, (_, values) in self._by_metric().items():
+            for key, value in distribution(name, values).items():
+                flat[name if key == "mean" else f"{name}_{key}"] = value
+        return flat
+
+    def _evaluate(self, client: int, x: Tree, y: Tree) -> dict[str, float]:
+        with torch.no_grad():
+            metrics = self.evaluate(*self.fed.personal(client, x, y), client)
+        return as_numbers("evaluate_client", metrics)
+
+    def _by_metric(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Return the clients that have each metric, and their values."""
+        columns: dict[str, tuple[list[int], list[float]]] = {}
+        for client, metrics in self.latest.items():
+            for name, value in metrics.items():
+                clients, values = columns.setdefault(name, ([], []))
+                clients.append(client)
+                values.append(value)
+        return columns
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Return the last evaluation, for the summary of a run.
+
+        Returns:
+            For each metric what `distribution` says, and "clients" and their "values".
+        """
+        return {
+            name: {**distribution(name, values), "clients": clients, "values": values}
+            for name, (clients, values) in self._by_metric().items()
+        }
 
 
 def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -79,25 +109,24 @@ def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
         values: One value per client.
 
     Returns:
-        Under `name` the mean, and with a suffix "_median", "_worst", "_p10" (the value that the
-        worst tenth of the clients does not exceed; of losses, does not fall below) and "_spread"
-        (the standard deviation).
+        "mean", "median", "worst", "p10" (the value that the worst tenth of the clients does not
+        exceed; of losses, does not fall below) and "spread" (the standard deviation).
 
     Examples:
-        >>> distribution("accuracy", [0.5, 0.7, 0.9])["accuracy_worst"]
+        >>> distribution("accuracy", [0.5, 0.7, 0.9])["worst"]
         0.5
-        >>> distribution("test_loss", [0.5, 0.7, 0.9])["test_loss_worst"]
+        >>> distribution("test_loss", [0.5, 0.7, 0.9])["worst"]
         0.9
     """
     smaller_is_better = "loss" in name or "error" in name
     worst_tenth = 0.9 if smaller_is_better else 0.1
     worst = max(values) if smaller_is_better else min(values)
     return {
-        name: float(np.mean(values)),
-        f"{name}_median": float(np.median(values)),
-        f"{name}_worst": worst,
-        f"{name}_p10": float(np.quantile(values, worst_tenth)),
-        f"{name}_spread": float(np.std(values)),
+        "mean": float(np.mean(values)),
+        "median": float(np.median(values)),
+        "worst": worst,
+        "p10": float(np.quantile(values, worst_tenth)),
+        "spread": float(np.std(values)),
     }
 
 

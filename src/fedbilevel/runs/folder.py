@@ -93,6 +93,23 @@ def metric_of(config: Mapping[str, Any], measured: Mapping[str, Any]) -> Metric:
     return default_metric(measured)
 
 
+def node_model(folder: Path, client: int) -> Path:
+    """Return the file in which a node keeps the model of its client when a study has ended.
+
+    Args:
+        folder: What the node's machine keeps of the run, as `fedbilevel state` lists it.
+        client: The client.
+
+    Returns:
+        A safetensors file.
+
+    Examples:
+        >>> node_model(Path("ab12"), 3).name
+        'model-3.safetensors'
+    """
+    return folder / f"model-{client}.safetensors"
+
+
 def find(paths: Iterable[Path | str]) -> list[Path]:
     """Find the run folders at or below the given paths.
 

@@ -153,8 +153,8 @@ class Recorder:
 
         Returns:
             The algorithm, task, data and seed; how the run ended; the accuracy, and the rounds that
-            it took to reach certain accuracies; and the costs, in total, by group of clients and by
-            phase.
+            it took to reach certain accuracies; the costs, in total, by group of clients and by
+            phase; and the metrics of single clients at the last evaluation.
         """
         run = self.run
         accuracies = []
@@ -186,6 +186,7 @@ class Recorder:
             "refused_replies": run.fed.ledger.refused_replies,
             "lost_tasks": run.fed.ledger.lost_tasks,
             "clients": run.fed.ledger.clients.groups(),
+            "client_metrics": run.client_metrics.summary() if run.client_metrics else {},
             "ledger": {name: asdict(cost) for name, cost in run.fed.ledger.phases.items()},
         }
 
@@ -329,6 +330,7 @@ class Recorder:
             "status": run.status,
             "reason": run.reason,
             "evaluated": run.evaluated,
+            "client_metrics": self._client_metrics(),
         }
         record = {
             "config": without_none(self.config),
@@ -341,6 +343,10 @@ class Recorder:
             sync(self._metrics_file)
             checkpoint.save(self.checkpoint, value, record, self._previous)
         self._has_saved = True
+
+    def _client_metrics(self) -> list[tuple[int, dict[str, float]]]:
+        """Return the last metrics of single clients: a resumed run may end without new ones."""
+        return list(self.run.client_metrics.latest.items()) if self.run.client_metrics else []
 
     def _client_start(self) -> dict[str, Tree]:
         """Return where the variables of the clients start: few clients may have taken part."""
@@ -381,6 +387,8 @@ class Recorder:
         if good_state is not None:
             run.good_state = state_type(**good_state)
         run.evaluated = saved.get("evaluated", [])
+        if run.client_metrics:
+            run.client_metrics.latest = dict(saved.get("client_metrics", []))
         self._metrics_bytes = record["metrics_bytes"]
         lines = metrics[: self._metrics_bytes]
         self._metrics_digest = blake2b(lines, digest_size=16)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from flwr.app import Message
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import fedbilevel as fb
+from fedbilevel.cli.app import main
 from fedbilevel.core.tree import flatten
 from fedbilevel.deploy.flower import client
+from fedbilevel.deploy.flower._replies import read_metrics
+from fedbilevel.deploy.flower.transport import FlowerTransport
 from fedbilevel.deploy.flower.wire import decode
 from fedbilevel.execution.memories import OWN
 from tests.support.flower import (
@@ -80,14 +86,75 @@ def test_nodes_compute_as_a_simulation_and_send_nothing_of_their_own(
         run.result.personal(1)
 
 
-def test_a_real_federation_does_not_ask_for_the_metrics_of_single_clients() -> None:
-    task = {**HYPER_REPRESENTATION, "owner": "client"}
-    table = {"task": task, "data": {"name": "digits"}, "algorithm": {"name": "simfbo"}}
-    config = resolve_config({**table, "rounds": 1, "every": 1})
-    _, run = real_federation(FakeGrid(3), config)
+@pytest.mark.parametrize("method", ["simfbo", "ditto"])
+def test_nodes_measure_and_keep_their_own_models(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"owner": "client"} if method == "simfbo" else {"held_out": 0.2}
+    table = {"task": {**HYPER_REPRESENTATION, **own}, "data": {"name": "digits"}}
+    config = resolve_config({**table, "algorithm": {"name": method}, "rounds": 2, "every": 2})
+    grid = FakeGrid(3)
+    asked: list[Any] = []
+
+    def record(message: Message, handle: Handler) -> Message:
+        asked.append(decode(message.content))
+        return handle(message)
+
+    for node in grid.nodes:
+        grid.behaviours[node] = only_for("query", record)
+    fed, run = real_federation(grid, config)
+    simulated = simulated_run(config)
+    for ours, theirs in zip(run, simulated, strict=True):
+        for suffix in ("", "_median", "_worst", "_p10", "_spread"):
+            for name in ("test_accuracy", "test_loss"):
+                assert ours[name + suffix] == pytest.approx(theirs[name + suffix], abs=1e-6)
+    assert run.client_metrics is not None
+    assert run.client_metrics.summary()["test_accuracy"]["clients"] == [0, 1, 2]
+
+    transport = fed.transport
+    assert isinstance(transport, FlowerTransport)
+    transport.farewell("completed", run.result.x, run.result.y)
+    farewells = [each for each in asked if "ended" in each]
+    assert len(farewells) == 3
+    assert all(bool(each["y"]) == (method == "ditto") for each in farewells)
+    module = fb.nets.mlp(64, HYPER_REPRESENTATION["hidden"], 10)
+    for number in range(3):
+        folder = client._workers[number][1].model_file.parent
+        out = tmp_path / f"{number}.safetensors"
+        with pytest.raises(SystemExit, match="0"):
+            main(["export", str(folder), "--client", str(number), "--out", str(out)])
+        capsys.readouterr()
+        exported = load_file(out)
+        module.load_state_dict(exported)
+        x, y = simulated.result.personal(number)
+        for name, tensor in {**x, **y}.items():
+            torch.testing.assert_close(exported[name], tensor)
+    start = simulated.fed.problem.y["head.weight"]
+    assert not torch.equal(exported["head.weight"], run.result.y.get("head.weight", start))
+
+
+def test_a_node_with_data_of_its_own_measures_nothing_on_that_of_the_task() -> None:
+    table = {"task": {**HYPER_REPRESENTATION, "owner": "client"}, "data": {"name": "digits"}}
+    config = resolve_config({**table, "algorithm": {"name": "simfbo"}, "rounds": 1, "every": 1})
+    grid = FakeGrid(3)
+    grid.nodes[sorted(grid.nodes)[0]]["client-data"] = "tests.deploy.flower.test_owners:own_data"
+    _, run = real_federation(grid, config)
     assert [metrics["round"] for metrics in run] == [0, 1]
-    assert "test_accuracy" not in run.history[-1]
-    assert "test_accuracy_worst" in next(iter(simulated_run(config)))
+    assert run.client_metrics is not None
+    assert len(run.client_metrics.summary()["test_accuracy"]["clients"]) == 2
+
+
+def own_data(client: int) -> fb.ClientData:
+    samples = (torch.randn(20, 1, 8, 8), torch.arange(20) % 10)
+    return fb.ClientData(train=samples, val=samples)
+
+
+@pytest.mark.parametrize(
+    "metrics", [None, {"test_accuracy": float("nan")}, {"a": 1}, {"a b": 1.0}, {"a": "high"}]
+)
+def test_metrics_that_no_honest_node_reports_are_refused(metrics: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="its "):
+        read_metrics({"metrics": metrics})
 
 
 def tensors(values: Any) -> list[Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from flwr.app import Message, RecordDict
@@ -31,7 +32,11 @@ from fedbilevel.federation.transport import Arrived, Rejected
 CHARS_PER_TENSOR = 256  # in the header of a message, without name and shape
 CHARS_PER_ITEM = 24  # for a character of the name, which JSON may escape, or a size of the shape
 BYTES_PER_VALUE = 16  # twice those of the largest dtype
+MAX_METRICS = 32  # of one client
+MAX_NAME = 64  # characters of the name of a metric
 STAGE_FACTOR = 4  # the payload of a stage may be larger than its value
+
+T = TypeVar("T")
 
 
 def reply_limits(task: Task, problem: Problem) -> Limits:
@@ -106,20 +111,26 @@ def _read_cost(cost: Mapping[str, object]) -> TaskCost:
     return TaskCost(**counts)
 
 
-def request_losses(
-    members: Members, request: RecordDict, clients: Collection[int], deadline_s: float
-) -> tuple[dict[int, tuple[float, float]], list[int]]:
-    """Ask clients for their losses, and wait for the answers.
+def request_values(
+    members: Members,
+    request: RecordDict,
+    clients: Collection[int],
+    deadline_s: float,
+    what: str,
+    read: Callable[[Values], T],
+) -> tuple[dict[int, T], list[int]]:
+    """Ask clients to evaluate something, and wait for the answers.
 
     Args:
         members: Knows the node of each client.
         request: The content of the message.
         clients: Whom to ask; all of them are present.
         deadline_s: Seconds in which they must answer.
+        what: What they evaluate, for messages: "losses" or "metrics".
+        read: Returns what an answer holds; an error says what is wrong with it.
 
     Returns:
-        The upper and the lower loss of each client that answered in time with numbers, and the
-        clients whose answers were refused.
+        What each client answered in time, and the clients whose answers were refused.
     """
     waiting: dict[int, tuple[Sent, int]] = {}
     for client in clients:
@@ -128,41 +139,51 @@ def request_losses(
         if sent is not None:
             waiting[client] = (sent, node)
     deadline = time.monotonic() + deadline_s
-    losses: dict[int, tuple[float, float]] = {}
+    answers: dict[int, T] = {}
     refused: list[int] = []
     while waiting and time.monotonic() < deadline:
         for client, (sent, node) in list(waiting.items()):
             reply = members.grid.pull(sent)
             if reply is not None:
                 del waiting[client]
-                pair = _read_losses(client, reply)
-                if pair is not None:
-                    losses[client] = pair
-                elif reply.error_code not in (EXPIRED_CODE, *NODE_DIED_CODES):
-                    refused.append(client)
+                try:
+                    answers[client] = read(reply.decode())
+                except Exception as error:  # whatever the node has sent, it must not end the run
+                    log.warning(
+                        "client %d did not report its %s: %s", client, what, one_line(error)
+                    )
+                    if reply.error_code not in (EXPIRED_CODE, *NODE_DIED_CODES):
+                        refused.append(client)
             elif members.node_of.get(client) != node:  # it has left
                 del waiting[client]
         members.refresh()
         if waiting:
             time.sleep(REPLY_POLL_S)
     for client, (_, node) in waiting.items():
-        log.warning("client %d did not report its losses in time", client)
+        log.warning("client %d did not report its %s in time", client, what)
         members.remove(client, node)
-    return losses, refused
+    return answers, refused
 
 
-def _read_losses(client: int, reply: NodeReply) -> tuple[float, float] | None:
-    try:
-        values = reply.decode()
-        upper = _check_loss("upper", values["upper"])
-        lower = _check_loss("lower", values["lower"])
-    except Exception as error:  # whatever the node has sent, it must not end the run
-        log.warning("client %d did not report its losses: %s", client, one_line(error))
-        return None
-    return upper, lower
+def read_losses(values: Values) -> tuple[float, float]:
+    """Return the upper and the lower loss that a client reports, after checking them."""
+    return _check_loss("upper", values["upper"]), _check_loss("lower", values["lower"])
 
 
-def _check_loss(level: str, value: object) -> float:
+def read_metrics(values: Values) -> dict[str, float]:
+    """Return the metrics that a client reports of its own model, after checking them."""
+    metrics = values["metrics"]
+    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
+        raise TypeError(f"its metrics are not a table of at most {MAX_METRICS}")
+    checked = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > MAX_NAME:
+            raise TypeError(f"its metric {name!r:.40} is not a name")
+        checked[name] = _check_loss(name, value, "")
+    return checked
+
+
+def _check_loss(name: str, value: object, noun: str = " loss") -> float:
     if not isinstance(value, float):  # an int may be too large to become a float
-        raise TypeError(f"its {level} loss is {value!r:.40}; it must be a number")
-    return checks.number(f"its {level} loss", value)
+        raise TypeError(f"its {name}{noun} is {value!r:.40}; it must be a number")
+    return checks.number(f"its {name}{noun}", value)

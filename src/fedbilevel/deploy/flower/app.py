@@ -97,7 +97,7 @@ def run_experiment(grid: Grid, run_config: Mapping[str, object], folder: Path) -
         pass
     log.info("%s after %d rounds", run.status, fed.ledger.rounds)
     if isinstance(fed.transport, FlowerTransport) and run.status in ENDS:
-        fed.transport.farewell(run.status)
+        fed.transport.farewell(run.status, run.result.x, run.result.y)
     return run.status
 
 

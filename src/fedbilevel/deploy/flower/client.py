@@ -24,6 +24,7 @@ import platformdirs
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from safetensors.torch import save
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -33,6 +34,7 @@ from fedbilevel.core.capabilities import find_capabilities
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import ClientData
 from fedbilevel.core.submodels import Submodel, count_units
+from fedbilevel.core.tree import Tree
 from fedbilevel.deploy.flower.wire import (
     Values,
     WireError,
@@ -44,7 +46,7 @@ from fedbilevel.deploy.flower.wire import (
 from fedbilevel.deploy.flower.wire import seal as seal_content
 from fedbilevel.diagnostics import value_phases  # noqa: F401  (registers them)
 from fedbilevel.execution.losses import ClientLosses
-from fedbilevel.execution.memories import OWN
+from fedbilevel.execution.memories import personal_values
 from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.experiments import config as configs
 from fedbilevel.experiments.parts import import_function
@@ -55,6 +57,8 @@ from fedbilevel.federation.replies import log
 from fedbilevel.federation.stages import decode_values
 from fedbilevel.federation.task import Broadcast, Task
 from fedbilevel.runs import checkpoint
+from fedbilevel.runs.clients import as_numbers
+from fedbilevel.runs.folder import node_model
 
 T = TypeVar("T")
 
@@ -168,6 +172,8 @@ class Worker:
         self.client = node.partition
         sent = {key: value for key, value in table.items() if key != "code"}  # a path of the server
         self.config, task = _load(json.dumps(sent), task_name, node.device, node.data_dir)
+        # A task measures on data of its own, which the node's owner may have replaced.
+        self.evaluate_client = None if node.client_data else task.evaluate_client
         self.problem = task.problem.to(node.device)
         self.data = self._load_data(task)
         environment = self.config.environment
@@ -185,6 +191,7 @@ class Worker:
         )
         folder = Path(platformdirs.user_state_dir("fedbilevel"), job)
         self.memory_file = folder / f"client-{self.client}.safetensors"
+        self.model_file = node_model(folder, self.client)
         self._losses: dict[int, ClientLosses] = {}  # by number of samples; one entry
 
     def _load_data(self, task: tasks.Task) -> ClientData:
@@ -274,30 +281,57 @@ class Worker:
         return dict(saved["after"])
 
     def evaluate(self, message: Values) -> Values:
-        """Evaluate both losses.
+        """Evaluate both losses, or the client's own model as the task says.
 
         Args:
             message: A decoded `evaluate` message (see `wire`).
 
         Returns:
-            The client, and its upper and lower loss at x and y.
+            The client, and its upper and lower loss at x and y, or its metrics.
         """
-        device = self.node.device
+        if "share" not in message:
+            x, y = self._point(message, personal=True)
+            metrics: dict[str, float] = {}
+            if self.evaluate_client is not None:
+                with torch.no_grad():
+                    measured = self.evaluate_client(x, y, self.client)
+                metrics = as_numbers("evaluate_client", measured)
+            floats = {name: float(value) for name, value in metrics.items()}
+            return {"client": self.client, "metrics": floats}
         with _blame_message():
             share = checks.integer("share", message["share"], least=1)
         if share not in self._losses:
             environment = self.config.environment
             seed = self.config.experiment.seed
             oracle = Oracle(self.problem)
+            device = self.node.device
             losses = ClientLosses(oracle, self.data, environment, seed, self.client, share, device)
             self._losses = {share: losses}
         losses = self._losses[share]
-        x, y = _to_device((message["x"], message["y"]), device)
-        own = _to_device(self._load_memory(NO_TASK).get(OWN, {}), device)
-        x, y = self.problem.client_point(x, y, own)
+        x, y = self._point(message, personal=bool(self.problem.client_names))
         with torch.no_grad():
             upper, lower = losses(x, y, losses.batch)
         return {"client": self.client, "upper": float(upper), "lower": float(lower)}
+
+    def _point(self, message: Values, personal: bool) -> tuple[Tree, Tree]:
+        """Return the x and y that were sent, or the client's own in their place."""
+        with _blame_message():
+            x, y = _to_device((message["x"], message["y"]), self.node.device)
+        own = {}
+        if personal:
+            own = personal_values(_to_device(self._load_memory(NO_TASK), self.node.device))
+        return self.problem.client_point(x, y, own)
+
+    def keep_model(self, message: Values) -> None:
+        """Write the client's own model, for the owner of the node; nobody else is given it.
+
+        Args:
+            message: A decoded farewell (see `wire`).
+        """
+        x, y = self._point(message, personal=True)
+        _make_private(self.model_file.parent)
+        self.model_file.write_bytes(save({**x, **y}))
+        log.info("the model of client %d is in %s", self.client, self.model_file)
 
 
 def _make_private(folder: Path) -> None:
@@ -451,6 +485,10 @@ def _answer_query(context: Context, values: Values) -> Values:
         return worker_for(context, values).hello()
     with _blame_message():
         status = checks.one_of("ended", values["ended"], ENDS)
+    try:
+        worker_for(context, values).keep_model(values)
+    except Exception as error:  # the study has ended all the same
+        log.warning("the model was not written: %s: %s", type(error).__name__, one_line(error))
     log.info("the study has ended: %s", status)
     if ENDED_FILE in os.environ:
         Path(os.environ[ENDED_FILE]).write_text(status, "utf-8")

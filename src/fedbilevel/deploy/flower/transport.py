@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -29,8 +29,14 @@ from fedbilevel.deploy.flower._grid import (
     Sent,
 )
 from fedbilevel.deploy.flower._members import Members
-from fedbilevel.deploy.flower._replies import read_task_reply, reply_limits, request_losses
-from fedbilevel.deploy.flower.wire import Limits, encode
+from fedbilevel.deploy.flower._replies import (
+    read_losses,
+    read_metrics,
+    read_task_reply,
+    reply_limits,
+    request_values,
+)
+from fedbilevel.deploy.flower.wire import Limits, Values, encode
 from fedbilevel.execution.losses import evaluation_subset
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.conduct import Conduct
@@ -42,6 +48,8 @@ from fedbilevel.federation.screening import Strikes
 from fedbilevel.federation.stages import Clip
 from fedbilevel.federation.task import Task
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Report, Transport
+
+T = TypeVar("T")
 
 FAREWELL_S = 15.0  # in which nodes hear that the study has ended; a stock SuperNode needs 5 to 10
 MIN_TTL_S = 0.1  # of a message; Flower refuses a time to live that is not positive
@@ -280,18 +288,20 @@ class FlowerTransport(Transport):
         self._wait_for_start()
         return self._client_weights
 
-    def farewell(self, status: str) -> None:
+    def farewell(self, status: str, x: Tree, y: Tree) -> None:
         """Tell the nodes that are present that the study has ended, so that `join` ends.
 
         A node that is not reached in time goes on waiting; nothing else depends on it.
 
         Args:
             status: "completed" or "diverged".
+            x: The server's part of the final x, which makes a whole model of what a client owns.
+            y: The server's part of the final y.
         """
         give_up_at = time.monotonic() + min(self.conduct.deadline_s, FAREWELL_S)
         unanswered = []
         for node in self.members.node_of.values():
-            content = encode(job=self.job, ended=status)
+            content = encode(job=self.job, table=self.table, ended=status, x=x, y=y)
             message_id = self.grid.push(Message(content, node, "query", ttl=FAREWELL_S))
             if message_id is not None:
                 unanswered.append(message_id)
@@ -437,17 +447,31 @@ class FlowerTransport(Transport):
             count = self.strikes.refusals[client]
             log.warning("client %d is excluded after %d refused replies", client, count)
 
-    def losses(self, x: Tree, y: Tree) -> dict[str, float]:
-        """Return the mean losses that clients report; those without an answer are left out."""
+    def _request(
+        self, what: str, clients: Collection[int], read: Callable[[Values], T], **values: Any
+    ) -> dict[int, T]:
+        """Return what those of the clients that are present answer to an `evaluate` message."""
         self._wait_for_start()
         with suppress(QuorumError):  # a run that ends because clients are missing is evaluated too
             self._wait_for_clients(lambda: 1, ())
-        evaluated, share = evaluation_subset(self.seed, self.clients)
-        request = encode(job=self.job, table=self.table, x=x, y=y, share=share)
-        asked = set(evaluated) & set(self.present)
+        request = encode(job=self.job, table=self.table, **values)
+        asked = set(clients) & set(self.present)
         deadline_s = self.conduct.deadline_s
-        reported, refused = request_losses(self.members, request, asked, deadline_s)
+        answers, refused = request_values(self.members, request, asked, deadline_s, what, read)
         self.notify_refused(refused)
+        return answers
+
+    def client_metrics(
+        self, clients: Sequence[int], x: Tree, y: Tree
+    ) -> dict[int, dict[str, float]]:
+        """Return what clients report of their own models, measured as their task says."""
+        reported = self._request("metrics", clients, read_metrics, x=x, y=y)
+        return {client: reported[client] for client in sorted(reported)}
+
+    def losses(self, x: Tree, y: Tree) -> dict[str, float]:
+        """Return the mean losses that clients report; those without an answer are left out."""
+        evaluated, share = evaluation_subset(self.seed, self.clients)
+        reported = self._request("losses", evaluated, read_losses, x=x, y=y, share=share)
         reported = self.claims.bound_losses(reported)
         if not reported:
             return {"upper_loss": float("nan"), "lower_loss": float("nan")}

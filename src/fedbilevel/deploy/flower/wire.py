@@ -25,10 +25,11 @@ These are all messages, by Flower's message type:
 | type | server to client | client to server |
 | --- | --- | --- |
 | `query`, a greeting | `job`, `table` | `client`, `samples` |
-| `query`, a farewell | `job`, `ended` | |
+| `query`, a farewell | `job`, `table`, `ended`, `x`, `y` | |
 | `train`, a client task | `job`, `table`, `phase`, `number`, `steps`, `key`, `round`, \
 `iteration`, `kept`, `shared`, `kinds`, `each` | `number`, `values`, `cost` |
 | `evaluate`, the losses | `job`, `table`, `x`, `y`, `share` | `client`, `upper`, `lower` |
+| `evaluate`, metrics of the client's own model | `job`, `table`, `x`, `y` | `client`, `metrics` |
 
 | name | meaning |
 | --- | --- |
@@ -43,8 +44,10 @@ These are all messages, by Flower's message type:
 | `shared`, `each` | the values sent to every client of the cohort, and to this client alone |
 | `kinds` | whether a shared value that went through stages is shaped like x or like y |
 | `values`, `cost` | the reply; samples, gradients, FLOPs and peak bytes of the task |
-| `x`, `y`, `share` | where to evaluate; the most samples per level |
+| `x`, `y` | where to evaluate, or the final variables; without what clients own |
+| `share` | the most samples per level |
 | `upper`, `lower` | the two losses of the client |
+| `metrics` | numbers by name; none if the task measures nothing on this client's data |
 """
 
 from __future__ import annotations
