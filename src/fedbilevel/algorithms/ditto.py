@@ -7,63 +7,27 @@ ICML 2021.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Literal
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.fedavg import gradients_of
 from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared_personal import Local, PersonalModel, State
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import NonNegative
-from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
 
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
-
-
-class Local(NamedTuple):
-    """A client's copy of the common model, its personal model, and the model it was sent."""
-
-    x: Tree
-    y: Tree
-    own_x: Tree
-    own_y: Tree
-    x0: Tree
-    y0: Tree
-
-
-class TrainBoth(Phase):
+class TrainBoth(PersonalModel):
     """tau_i steps on the common and on the personal model; replies with the former's displacement.
 
     Args:
-        lr_x: Step size of x.
-        lr_y: Step size of y.
         pull: lambda, the factor of ||v - w||^2 / 2.
-        train: "both", or "y" to leave x where it is.
     """
 
-    name = "train"
-    batch = "train"
-    remembers = True
-    reply: ClassVar = {"dx": "x", "dy": "y"}
-
-    steps: Steps = "local"
-    lr_x: Number
-    lr_y: Number
     pull: NonNegative
-    train: Literal["both", "y"]
-
-    def start(self, m: Message) -> Local:
-        """Start at the common model, and at the client's own; at first that is the common one."""
-        own = m.memory.get("personal", {"x": m.x, "y": m.y})
-        return Local(m.x, m.y, own["x"], own["y"], m.x, m.y)
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
         """Take one step on each model, on one batch."""
@@ -77,11 +41,6 @@ class TrainBoth(Phase):
             own_x=oracle.project_x(own_x),
             own_y=c.own_y - self.lr_y * (h_y + self.pull * (c.own_y - c.y0)),
         )
-
-    def finish(self, c: Local) -> dict[str, Any]:
-        """Reply with the displacement of the common model; keep the personal one."""
-        personal = {"x": c.own_x, "y": c.own_y}
-        return {"dx": c.x - c.x0, "dy": c.y - c.y0, "memory": {"personal": personal}}
 
 
 @register("ditto")

@@ -7,67 +7,35 @@ Model-Agnostic Meta-Learning Approach", NeurIPS 2020.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Literal
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.fedavg import gradients_of
 from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared_personal import Local, PersonalModel, State
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Positive
 from fedbilevel.core.tree import Tree, dot
 from fedbilevel.federation import Federation
-from fedbilevel.federation.phase import Message, Number, Phase, StepBatch, Steps
+from fedbilevel.federation.phase import Message, StepBatch
 
 TINY = 1e-30  # the least squared norm that is divided by
 
 
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
-
-
-class Local(NamedTuple):
-    """A client's copy of the model, the model after the first adaptation, and the one it was sent.
-
-    `own_x` and `own_y` are the sent model before the first step.
-    """
-
-    x: Tree
-    y: Tree
-    own_x: Tree
-    own_y: Tree
-    x0: Tree
-    y0: Tree
-
-
-class MetaSteps(Phase):
+class MetaSteps(PersonalModel):
     """tau_i steps along the gradient after one adaptation; replies with the displacement.
 
     Args:
-        lr_x: Step size of x.
-        lr_y: Step size of y.
         inner_lr: alpha, the step size of the adaptation.
         second_order: "none" (FO), or "differences" (HF).
         width: The distance over which differences are taken.
-        train: "both", or "y" to leave x where it is.
     """
 
-    name = "train"
-    batch = "train"
-    remembers = True
-    reply: ClassVar = {"dx": "x", "dy": "y"}
-
-    steps: Steps = "local"
-    lr_x: Number
-    lr_y: Number
     inner_lr: Positive
     second_order: Literal["none", "differences"]
     width: Positive
-    train: Literal["both", "y"]
 
     @property
     def draws(self) -> int:
@@ -106,11 +74,6 @@ class MetaSteps(Phase):
         above = gradients_of(oracle, c.x + h * v_x, c.y + h * v_y, batch, self.train)
         below = gradients_of(oracle, c.x - h * v_x, c.y - h * v_y, batch, self.train)
         return (above[0] - below[0]) / (2 * h), (above[1] - below[1]) / (2 * h)
-
-    def finish(self, c: Local) -> dict[str, Any]:
-        """Reply with the displacement; keep the adapted model."""
-        personal = {"x": c.own_x, "y": c.own_y}
-        return {"dx": c.x - c.x0, "dy": c.y - c.y0, "memory": {"personal": personal}}
 
 
 @register("per-fedavg")

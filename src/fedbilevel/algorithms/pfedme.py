@@ -6,67 +6,31 @@ Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes", 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Literal
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.fedavg import gradients_of
 from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared_personal import Local, PersonalModel, State
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
-from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
 
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
-
-
-class Local(NamedTuple):
-    """A client's copy w_i of the common model, its personal model, and the model it was sent."""
-
-    x: Tree
-    y: Tree
-    own_x: Tree
-    own_y: Tree
-    x0: Tree
-    y0: Tree
-
-
-class ProximalSteps(Phase):
+class ProximalSteps(PersonalModel):
     """tau_i steps of w_i towards the client's proximal point; replies with its displacement.
 
     Args:
-        lr_x: Step size of the x in w_i.
-        lr_y: Step size of the y in w_i.
         pull: lambda.
         personal_lr: Step size of the personal model.
         personal_steps: The number K of its steps, on one batch.
-        train: "both", or "y" to leave x where it is.
     """
 
-    name = "train"
-    batch = "train"
-    remembers = True
-    reply: ClassVar = {"dx": "x", "dy": "y"}
-
-    steps: Steps = "local"
-    lr_x: Number
-    lr_y: Number
     pull: Positive
     personal_lr: Positive
     personal_steps: Count
-    train: Literal["both", "y"]
-
-    def start(self, m: Message) -> Local:
-        """Start at the common model, and at the client's own; at first that is the common one."""
-        own = m.memory.get("personal", {"x": m.x, "y": m.y})
-        return Local(m.x, m.y, own["x"], own["y"], m.x, m.y)
 
     def step(self, c: Local, oracle: Oracle, batch: Batch) -> Local:
         """Take K steps on the personal model, then one on w_i."""
@@ -83,11 +47,6 @@ class ProximalSteps(Phase):
             x = oracle.project_x(x - self.lr_x * self.pull * (x - own_x))
         y = c.y - self.lr_y * self.pull * (c.y - own_y)
         return c._replace(x=x, y=y, own_x=own_x, own_y=own_y)
-
-    def finish(self, c: Local) -> dict[str, Any]:
-        """Reply with the displacement of w_i; keep the personal model."""
-        personal = {"x": c.own_x, "y": c.own_y}
-        return {"dx": c.x - c.x0, "dy": c.y - c.y0, "memory": {"personal": personal}}
 
 
 @register("pfedme")
