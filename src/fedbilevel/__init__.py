@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fedbilevel.federation import stages as stages
     from fedbilevel.federation.environment import Environment as Environment
     from fedbilevel.runs import callbacks as callbacks
+    from fedbilevel.runs.adapt import adapt as adapt
     from fedbilevel.runs.load import load_run as load_run
     from fedbilevel.runs.metric import Metric as Metric
     from fedbilevel.runs.result import Result as Result
@@ -67,6 +68,7 @@ _HOMES = {
     "Result": "runs.result:Result",
     "Run": "runs.run:Run",
     "Tree": "core.tree:Tree",
+    "adapt": "runs.adapt:adapt",
     "algorithms": "algorithms",
     "callbacks": "runs.callbacks",
     "check": "diagnostics.check:check",

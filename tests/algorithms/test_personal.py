@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 import fedbilevel as fb
 from tests.support.cases import client_means
 from tests.support.owners import client_owned
-from tests.support.plain_personal import Network, Setting, accuracy, ditto, fedrep
+from tests.support.plain_loops import compare
 
 OWN_HEADS = ["fedper", "fedrep", "fedbabu"]
 
@@ -109,59 +108,12 @@ def test_per_fedavg_keeps_the_model_after_one_step() -> None:
         torch.testing.assert_close(result.personal(client)[1]["y"], adapted, rtol=0, atol=1e-12)
 
 
-def personal_task(owner: str) -> Any:
-    return fb.tasks.load(
-        "hyper-representation",
-        data="digits",
-        partition="shards",
-        clients=10,
-        hidden=32,
-        owner=owner,
-        held_out=0.3,
-    )
-
-
-def held_out(task: Any, client: int) -> tuple[Tensor, Tensor]:
-    """The held-out samples of a client, as its evaluation sees them."""
-    evaluate = task.evaluate_client
-    cells = dict(zip(evaluate.__code__.co_freevars, evaluate.__closure__, strict=True))
-    dataset = cells["dataset"].cell_contents
-    indices = dataset.held_out[client]
-    return dataset.inputs[indices], dataset.labels[indices]
-
-
 @pytest.mark.parametrize("name", ["fedrep", "ditto"])
 def test_a_plain_loop_from_the_paper_ends_at_the_same_accuracy(name: str) -> None:
-    task = personal_task("client" if name == "fedrep" else "server")
-    x, y = task.problem.x, task.problem.y
-    setting = Setting(
-        clients=[client.train for client in task.clients],
-        network=Network(list(x.values()), list(y.values())),
-        rounds=40,
-        cohort=5,
-        lr=0.2,
-        batch=16,
-        ridge=1e-3,
-        seed=1,
+    options = {"data": "digits", "hidden": 32, "held_out": 0.3, "clients": 10}
+    plain, ours, start = compare(
+        name, rounds=40, participation=5, lr=0.2, batch_size=16, hidden=32, options=options
     )
-    lr = {"lr_x": 0.2, "lr_y": 0.2}
-    if name == "fedrep":
-        models = fedrep(setting, head_steps=5, body_steps=5)
-        method: Any = fb.algorithms.FedRep(**lr, head_steps=5, body_steps=5)
-    else:
-        models = ditto(setting, steps=5, pull=0.1)
-        method = fb.algorithms.Ditto(**lr, pull=0.1)
-    plain = [accuracy(model, held_out(task, i)) for i, model in enumerate(models)]
-    environment = fb.Environment(participation=5, local_steps=5, batch_size=16)
-    result = fb.solve(
-        task.problem,
-        task.clients,
-        method,
-        rounds=40,
-        environment=environment,
-        every=40,
-        evaluate_client=task.evaluate_client,
-    )
-    assert result.history[0]["test_accuracy"] < 0.3
-    assert statistics.fmean(plain) > 0.9
-    assert result.history[-1]["test_accuracy"] == pytest.approx(statistics.fmean(plain), abs=0.02)
+    assert start < 0.3
+    assert plain > 0.95
+    assert ours == pytest.approx(plain, abs=0.01)

@@ -155,3 +155,34 @@ def test_adapters_are_refused_where_there_is_no_layer() -> None:
         fb.nets.with_adapters(sequences.Attention(), layers="words")
     with pytest.raises(ValueError, match="rank is 0"):
         fb.nets.with_adapters(sequences.Attention(), rank=0)
+
+
+def test_a_state_loads_into_the_users_module_with_all_that_was_not_split() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            self.frozen = nn.Linear(3, 3)
+            self.head = nn.Linear(3, 3)
+            self.decoder = nn.Linear(3, 3)
+            self.decoder.weight = self.head.weight
+
+    net = Tied()
+    split = split_module(net, lower=("head.", "decoder."), frozen="frozen.", buffers="batch")
+    x = {name: tensor + 1.0 for name, tensor in split.x.items()}
+    y = {name: tensor + 2.0 for name, tensor in split.y.items()}
+    state = split.state_dict(x, y)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    net.load_state_dict(state)  # strictly
+    for name, tensor in net.state_dict().items():
+        added = 0.0
+        if name.startswith(("head.", "decoder.")):
+            added = 2.0
+        elif name.startswith("body.") and not name.endswith(("mean", "var", "tracked")):
+            added = 1.0
+        assert torch.equal(tensor, before[name] + added), name
+    with pytest.raises(ValueError, match=r"y\['head.bias'\] is missing"):
+        split.state_dict(x, {"head.weight": y["head.weight"]})
+    wrong = {**y, "head.weight": torch.zeros(2, 3)}
+    with pytest.raises(ValueError, match=r"has shape \(2, 3\); it must have \(3, 3\)"):
+        split.state_dict(x, wrong)

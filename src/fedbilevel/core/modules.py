@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -19,8 +19,18 @@ from fedbilevel.core.tree import Tree
 Names = str | Sequence[str]
 
 
-class SplitModule(NamedTuple):
+class _Parts(NamedTuple):
+    """What a `SplitModule` unpacks to."""
+
+    apply: Callable[..., Any]
+    x: Tree
+    y: Tree
+
+
+class SplitModule(_Parts):
     """A module as a function of two parts of its parameters; `split_module` returns it.
+
+    It unpacks to `apply, x, y`.
 
     Attributes:
         apply: `apply(x, y, *inputs, **options)` calls the module with the parameters in x and y.
@@ -28,9 +38,51 @@ class SplitModule(NamedTuple):
         y: The lower part of the parameters (a head).
     """
 
-    apply: Callable[..., Any]
-    x: Tree
-    y: Tree
+    _module: nn.Module  # the user's
+
+    def state_dict(self, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state of the module that was split, with x and y in it.
+
+        Frozen parameters and buffers are those of the module, and tied parameters have one value
+        under all their names, so that `module.load_state_dict` takes it as it is.
+
+        Args:
+            x: The upper part, for example that of `Result.personal`.
+            y: The lower part.
+
+        Returns:
+            The state, on the devices of its parts.
+
+        Raises:
+            ValueError: A name is missing or unknown, or a shape is another one.
+
+        Examples:
+            >>> import torch
+            >>> import fedbilevel as fb
+            >>> net = fb.nets.mlp(4, 3, 2)
+            >>> split = fb.split_module(net, lower="head.")
+            >>> net.load_state_dict(split.state_dict(split.x, 2 * split.y))
+            <All keys matched successfully>
+            >>> bool((net.get_parameter("head.weight") == 2 * split.y["head.weight"]).all())
+            True
+        """
+        for level, given, wanted in (("x", x, self.x), ("y", y, self.y)):
+            for name in given.keys() ^ wanted.keys():
+                problem = "is missing" if name in wanted else "is no parameter of this level"
+                raise ValueError(f"{level}[{name!r}] {problem}; it must have {', '.join(wanted)}")
+            for name, tensor in wanted.items():
+                if given[name].shape != tensor.shape:
+                    raise ValueError(
+                        f"{level}[{name!r}] has shape {tuple(given[name].shape)}; "
+                        f"it must have {tuple(tensor.shape)}"
+                    )
+        values = {**x, **y}
+        state = dict(self._module.state_dict())
+        first_names = {id(value): name for name, value in self._module.named_parameters()}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if first_names[id(parameter)] in values:
+                state[name] = values[first_names[id(parameter)]]
+        return state
 
 
 def split_module(
@@ -53,9 +105,8 @@ def split_module(
     therefore refused unless `buffers` says what becomes of them. Other buffers, such as the
     positions of a transformer, stay as they are.
 
-    Parameters keep their names, so that the outcome of a run loads into the module:
-    `module.load_state_dict({**result.x, **result.y}, strict=False)`. Tied parameters are one
-    variable.
+    Parameters keep their names, and tied parameters are one variable. The outcome of a run loads
+    into the module: `module.load_state_dict(split.state_dict(result.x, result.y))`.
 
     Args:
         module: The module; it is neither changed nor moved.
@@ -93,6 +144,7 @@ def split_module(
         >>> list(x), list(y)
         ([], ['backbone.bias', 'head.bias'])
     """
+    given = module
     module = _with_settled_buffers(module, buffers)
     values = {name: value.detach() for name, value in module.named_parameters()}
     fixed = _selected(frozen, values)
@@ -115,10 +167,10 @@ def split_module(
                 f"parameter {name!r} is in {where}; it must be in one of them, or frozen"
             )
     if not in_y or not (in_x or (upper is not None and not _patterns(upper))):
-        given = f"lower={lower!r}" if lower is not None else f"upper={upper!r}"
+        asked = f"lower={lower!r}" if lower is not None else f"upper={upper!r}"
         count = len(in_y) if lower is not None else len(in_x)
         raise ValueError(
-            f"{given} selects {count} of {len(free)} parameters ({', '.join(free)}); "
+            f"{asked} selects {count} of {len(free)} parameters ({', '.join(free)}); "
             "it must select some and leave some"
         )
     held = {name: values[name] for name in values if name in fixed}
@@ -129,7 +181,9 @@ def split_module(
 
     x = Tree({name: values[name] for name in free if name in in_x})
     y = Tree({name: values[name] for name in free if name in in_y})
-    return SplitModule(apply, x, y)
+    split = SplitModule(apply, x, y)
+    split._module = given
+    return split
 
 
 def _patterns(names: Names) -> Sequence[str]:

@@ -69,8 +69,7 @@ class ClientMetrics:
             self.latest = self.fed.transport.client_metrics(self.clients, x, y)
         flat: dict[str, float] = {}
         for name, (_, values) in self._by_metric().items():
-            for key, value in distribution(name, values).items():
-                flat[name if key == "mean" else f"{name}_{key}"] = value
+            flat |= with_suffixes(name, distribution(name, values))
         return flat
 
     def _evaluate(self, client: int, x: Tree, y: Tree) -> dict[str, float]:
@@ -128,6 +127,20 @@ def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
         "p10": float(np.quantile(values, worst_tenth)),
         "spread": float(np.std(values)),
     }
+
+
+def with_suffixes(name: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Return a distribution as metrics: the mean under its name, the others with a suffix.
+
+    Args:
+        name: The metric.
+        values: What `distribution` returned.
+
+    Examples:
+        >>> with_suffixes("accuracy", {"mean": 0.5, "worst": 0.1})
+        {'accuracy': 0.5, 'accuracy_worst': 0.1}
+    """
+    return {name if key == "mean" else f"{name}_{key}": value for key, value in values.items()}
 
 
 def as_numbers(source: str, metrics: Mapping[str, object]) -> dict[str, float]:

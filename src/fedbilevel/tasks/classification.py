@@ -189,6 +189,7 @@ def load_partitioned(
     seed: int,
     imbalance: float = 1.0,
     held_out: float = 0.0,
+    rotated: bool = False,
 ) -> ClassificationData:
     """Load a data set and partition it among clients.
 
@@ -205,6 +206,7 @@ def load_partitioned(
         imbalance: How many times as many training samples the first class has as the last; see
             `long_tail`. The test set stays balanced.
         held_out: The fraction of each client's samples that are kept for its own evaluation.
+        rotated: Whether the images of client i are turned by i quarter turns.
 
     Returns:
         The samples, their partition and the test set.
@@ -234,6 +236,8 @@ def load_partitioned(
     parts = partitions.by_name(partition, labels, clients, seed, inputs=inputs, **options)
     if not 0 <= checks.number("held_out", held_out) < 1:
         raise ValueError(f"held_out is {held_out}; it must be at least 0 and below 1")
+    if rotated:
+        inputs = _quarter_turns(inputs, parts)
     splits = []
     own_tests = []
     for client, part in enumerate(parts):
@@ -247,6 +251,18 @@ def load_partitioned(
     return ClassificationData(
         inputs, labels, splits, test, source.classes, imbalance > 1, own_tests
     )
+
+
+def _quarter_turns(inputs: Tensor, parts: Sequence[partitions.Indices]) -> Tensor:
+    """Return a copy in which the images of client i are turned by i quarter turns."""
+    if inputs.ndim < 3 or inputs.shape[-1] != inputs.shape[-2]:
+        shape = tuple(inputs.shape[1:])
+        raise ValueError(f"rotated is True, but samples have shape {shape}; they must be square")
+    turned = inputs.clone()
+    for client, part in enumerate(parts):
+        indices = torch.as_tensor(part)
+        turned[indices] = inputs[indices].rot90(client, (-2, -1))
+    return turned
 
 
 def long_tail(labels: Tensor, classes: int, imbalance: float) -> Tensor:

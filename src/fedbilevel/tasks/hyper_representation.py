@@ -20,6 +20,8 @@ from fedbilevel.core import checks
 from fedbilevel.core.modules import split_module
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, dot
+from fedbilevel.runs.adapt import adapt
+from fedbilevel.runs.clients import distribution, with_suffixes
 from fedbilevel.tasks.classification import cross_entropies, load_partitioned
 from fedbilevel.tasks.task import Task
 
@@ -39,6 +41,10 @@ def hyper_representation(
     norm_penalty: float = 0.0,
     owner: Literal["server", "client"] = "server",
     held_out: float | None = None,
+    rotated: bool = False,
+    new_clients: int = 0,
+    adapt_steps: int = 10,
+    adapt_lr: float = 0.1,
     samples: int | None = None,
     test_samples: int | None = None,
     seed: int = 0,
@@ -64,7 +70,13 @@ def hyper_representation(
         norm_penalty: The factor of half the sum of the norms of the head's tensors.
         owner: Who has the head: the "server", one for all, or every "client" its own.
         held_out: The fraction of each client's samples that are for its evaluation; by default 0.2
-            where clients have heads of their own, else 0.
+            where clients differ in heads or rotations or some are new, else 0.
+        rotated: Whether the images of client i are turned by i quarter turns, so that clients
+            differ in their inputs, whatever the partition of the labels.
+        new_clients: How many of the clients, the last ones, take no part in training. At every
+            evaluation they adapt to the model, see `fb.adapt`.
+        adapt_steps: Steps of a new client on its head.
+        adapt_lr: Step size of a new client.
         samples: Use only this many training samples, the first ones.
         test_samples: Use only this many test samples, the first ones.
         seed: The seed of the partition, the initial parameters and dropout.
@@ -73,7 +85,8 @@ def hyper_representation(
     Returns:
         The task. Its metrics: `train_accuracy` and `test_accuracy` on the common test set; with
         `held_out` above 0 instead `test_accuracy` and `test_loss` of each client's own model on its
-        own held-out samples, as a mean over clients and as a distribution.
+        own held-out samples, as a mean over clients and as a distribution; with `new_clients` also
+        `new_test_accuracy` and `new_test_loss`, the same of those clients.
 
     Raises:
         ValueError: An option is out of range.
@@ -88,12 +101,14 @@ def hyper_representation(
     checks.non_negative("ridge", ridge)
     checks.non_negative("norm_penalty", norm_penalty)
     checks.one_of("owner", owner, ("server", "client"))
+    checks.integer("new_clients", new_clients, least=0, most=clients - 1)
+    by_client = owner == "client" or rotated or new_clients > 0
     if held_out is None:
-        held_out = 0.2 if owner == "client" else 0.0
-    if owner == "client" and not held_out:
+        held_out = 0.2 if by_client else 0.0
+    if by_client and not held_out:
         raise ValueError(
-            "held_out is 0 and owner 'client'; a client's head is evaluated on its own samples, so "
-            "held_out must be above 0"
+            "held_out is 0, and clients have heads or rotations of their own or are new; they are "
+            "evaluated on their own samples, so held_out must be above 0"
         )
     dataset = load_partitioned(
         data,
@@ -106,6 +121,7 @@ def hyper_representation(
         test_samples=test_samples,
         seed=seed,
         held_out=held_out,
+        rotated=rotated,
     )
     net = dataset.network(model, hidden, seed, head_layers, dropout)
     _, x, y = split_module(net, lower="head.")
@@ -138,6 +154,26 @@ def hyper_representation(
     problem = Problem(
         upper=upper, lower=lower, x=x, y=y, embed=embed, owner=dict.fromkeys(y, owner)
     )
-    if held_out:
-        return Task(problem, dataset.clients(), evaluate_client=evaluate_client)
-    return Task(problem, dataset.clients(), evaluate)
+    data_of_clients = dataset.clients()
+    known = data_of_clients[: clients - new_clients]
+    newcomers = data_of_clients[clients - new_clients :]
+
+    def evaluate_newcomers(x: Tree, y: Tree) -> dict[str, float]:
+        models = adapt(problem, newcomers, x, y, steps=adapt_steps, lr=adapt_lr, seed=seed)
+        columns: dict[str, list[float]] = {}
+        for client, model in enumerate(models, start=len(known)):
+            for name, value in evaluate_client(*model, client).items():
+                columns.setdefault(f"new_{name}", []).append(value)
+        metrics: dict[str, float] = {}
+        for name, values in columns.items():
+            metrics |= with_suffixes(name, distribution(name, values))
+        return metrics
+
+    if not held_out:
+        return Task(problem, known, evaluate)
+    return Task(
+        problem,
+        known,
+        evaluate_newcomers if new_clients else None,
+        evaluate_client=evaluate_client,
+    )
