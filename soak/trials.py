@@ -17,6 +17,7 @@ from pathlib import Path
 from soak import resources
 
 LONGEST_TRIAL_S = 900  # long, because the machine may be busy
+REPORTED_EVERY_S = 60
 MOST_MEGABYTES = 400  # by which a trial may raise the peak memory of this process
 
 
@@ -82,12 +83,16 @@ class Tally:
         """Return the command that makes a trial again."""
         return f"python -m soak --attack {self.name} --seed {self.seed} --first {number} --count 1"
 
-    def report(self) -> str:
-        """Return the figures as text: counts, and every bad outcome with its command."""
-        lines = [
+    def headline(self) -> str:
+        """Return the counts in one line."""
+        return (
             f"{self.name}: {self.count} in {self.trials} trials, {len(self.bad)} bad, "
             f"seed {self.seed}, {self.seconds:.0f} s"
-        ]
+        )
+
+    def report(self) -> str:
+        """Return the figures as text: counts, and every bad outcome with its command."""
+        lines = [self.headline()]
         for outcome, count in self.outcomes.most_common():
             lines.append(f"  {count:6} {outcome}")
         lines += [self._bad_outcome(number) for number in self.bad]
@@ -120,10 +125,14 @@ def run_attack(
 ) -> None:
     """Make trials, from the first number on, until there were `count` kills, messages and so on.
 
-    No trial starts after so many seconds.
+    No trial starts after so many seconds. Once a minute, a line says how many there were.
     """
     number = first
     give_up_at = time.monotonic() + seconds
+    reported_at = time.monotonic()
     while tally.count < count and time.monotonic() < give_up_at:
         tally.attempt(attack, number)
         number += 1
+        if time.monotonic() > reported_at + REPORTED_EVERY_S:
+            print(f"{tally.headline()}, next trial {number}", flush=True)
+            reported_at = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -92,8 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments is None:
         arguments = sys.argv[1:]
     try:
-        command = typer.main.get_command(app)
-        sys.exit(command.main(arguments or ["--help"], standalone_mode=False) or 0)
+        sys.exit(_command().main(arguments or ["--help"], standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
@@ -102,6 +102,11 @@ def main(arguments: list[str] | None = None) -> None:
         if _is_first_process():
             sys.stderr.write(f"error: {checks.one_line(_explain(error))}\n")
         sys.exit(2)
+
+
+@functools.cache  # for processes that call `main` again and again, tests above all
+def _command() -> Any:
+    return typer.main.get_command(app)
 
 
 def _is_first_process() -> bool:
