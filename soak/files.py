@@ -49,7 +49,8 @@ def hostile_experiment(draw: random.Random) -> tuple[str, set[str]]:
         table["title"] = "a title"
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         junk.change_table(draw, table, is_costly)
-    places = {"lower_level", *(key for path in junk.key_paths(table) for key in path)}
+    places = {"lower_level", "simfbo"}  # the latter is the default algorithm
+    places |= {*(key for path in junk.key_paths(table) for key in path)}
     places |= {str(inner.get("name")) for inner in table.values() if isinstance(inner, dict)}
     text = tomli_w.dumps(table)
     if draw.random() < 0.2:

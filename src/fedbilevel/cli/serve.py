@@ -126,8 +126,15 @@ def keys(
     ] = ["127.0.0.1", "localhost"],  # noqa: B006  (typer expects a list)
     days: Annotated[int, typer.Option(min=1, help="For how long certificates are valid.")] = 365,
 ) -> None:
-    """Make certificates for a server and a key for every client."""
-    from fedbilevel.deploy.flower.keys import make
+    """Make certificates for a server and a key for every client.
+
+    It prints the files that it has written. Delete a certificate or a key and run it again to
+    renew or revoke it.
+    """
+    from fedbilevel.deploy.flower.keys import CA, SERVER, expiry, make
 
     for path in make(folder, clients, host, days):
-        print(path)
+        until = ""
+        if path.name in (CA, SERVER):
+            until = f" (valid until {expiry(path):%Y-%m-%d})"
+        print(f"{path}{until}")

@@ -27,7 +27,7 @@ from typing import Any, Self
 import tomli_w
 
 from fedbilevel.core import checks
-from fedbilevel.deploy.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY
+from fedbilevel.deploy.flower.keys import CA, CLIENTS, SERVER, SERVER_KEY, check_server
 
 log = logging.getLogger("fedbilevel")  # not that of a module that imports PyTorch
 
@@ -86,6 +86,7 @@ class Deployment:
 
     Raises:
         FileNotFoundError: The folder of keys is incomplete.
+        ValueError: The certificate of the server, or that of the authority, has expired.
 
     Examples:
         >>> with Deployment() as deployment:  # doctest: +SKIP
@@ -111,6 +112,7 @@ class Deployment:
                     raise FileNotFoundError(
                         f"{self.keys} has no {name}; `fedbilevel keys {self.keys}` makes one"
                     )
+            check_server(self.keys)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.nodes: dict[str, Sequence[object]] = {}
         self.restarts: Counter[str] = Counter()
