@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tool import assert_refused, invoke, read_metrics, write
+from tests.support.tool import assert_refused, invoke, invoke_ok, read_metrics, write
 
 
 @pytest.fixture
@@ -67,3 +67,18 @@ def test_a_store_that_cannot_be_reached_is_named_and_nothing_written(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
     assert_refused(invoke("run", file, "--out", tmp_path / "run", "--mlflow"), "nonsense")
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_without_an_account_of_weights_and_biases_it_is_named_and_the_run_can_go_on(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login`.\nMore.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    command = ["run", file, "--out", tmp_path / "run"]
+    outcome = invoke(*command, "--wandb")
+    assert_refused(outcome, "Weights & Biases", "No API key configured", "WANDB_MODE=offline")
+    invoke_ok(*command, "--resume")

@@ -118,13 +118,20 @@ class WandB(Callback):
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         """Log the metrics; the first time, start a run of Weights & Biases."""
         if self._run is None:  # not earlier: before its first evaluation a run has no folder
-            self._run = self._wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
-                name=self.name,
-                config=self.config,
-                dir=self.folder,
-                settings=self._wandb.Settings(silent=True),
-            )
+            try:
+                self._run = self._wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", PROJECT),
+                    name=self.name,
+                    config=self.config,
+                    dir=self.folder,
+                    settings=self._wandb.Settings(silent=True),
+                )
+            except self._wandb.Error as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(
+                    f"Weights & Biases cannot start a run: {reason.rstrip('.')} "
+                    "(with WANDB_MODE=offline it needs neither an account nor a network)"
+                ) from error
         self._run.log(dict(metrics), step=int(metrics["round"]))
 
     def on_end(self, run: Run) -> None:
