@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import struct
 import sys
@@ -172,7 +173,8 @@ def test_an_interrupted_download_leaves_no_file(
 
 
 @stored_data.needs("mnist")
-def test_real_mnist() -> None:
+def test_real_mnist(caplog: pytest.LogCaptureFixture) -> None:
+    stored_data.forget_loaded()
     mnist = data.load("mnist", stored_data.FOLDER)
     x, y = mnist.train
     x_test, y_test = mnist.test
@@ -181,6 +183,7 @@ def test_real_mnist() -> None:
     assert y_test.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert abs(x.mean()) < 1e-3
     assert abs(x.std() - 1) < 1e-3
+    assert not caplog.messages, "another copy than that of our results"
 
 
 # CIFAR-10
@@ -394,22 +397,31 @@ def test_downloaded_omniglot_is_averaged_stored_and_read_again(
     for number, name in enumerate(BACKGROUND):
         pixels[name] = np.random.default_rng(number).random((20, 105, 105)) < 0.5
 
-    def open_url(url: str, timeout: float) -> io.BytesIO:
-        response = io.BytesIO()
-        with zipfile.ZipFile(response, "w") as archive:
+    archives = {}
+    for part in sources.OMNIGLOT_ZIPS:
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
             for number, (name, background) in enumerate(BACKGROUND.items()):
-                if ("background" in url) != background:
+                if ("background" in part) != background:
                     continue
                 for drawer, drawing in enumerate(pixels[name]):
                     png = io.BytesIO()
                     Image.fromarray(drawing).save(png, "PNG")
                     file = f"images/{name}/{number:04d}_{drawer:02d}.png"
                     archive.writestr(file, png.getvalue())
-        response.seek(0)
+        archives[part] = content.getvalue()
+
+    def open_url(url: str, timeout: float) -> io.BytesIO:
+        response = io.BytesIO(archives[Path(url).stem])
         response.url = url  # type: ignore[attr-defined]
         return response
 
     monkeypatch.setattr(sources, "urlopen", open_url)
+    with pytest.raises(FileNotFoundError, match=r"images_background.zip has the MD5 \w+, not 68d2"):
+        data.characters("omniglot")
+    assert not list(cache.rglob("*.npz"))
+    sums = {name: hashlib.md5(zipped).hexdigest() for name, zipped in archives.items()}
+    monkeypatch.setattr(sources, "OMNIGLOT_ZIPS", sums)
     first = data.characters("omniglot")
     assert [path.name for path in (cache / "omniglot").iterdir()] == ["omniglot28.npz"]
     for drawings, original in zip([*first.train, *first.test], pixels.values(), strict=True):

@@ -1,6 +1,7 @@
 """How each data set is read from its files, and how those files are written after a download."""
 
 import gzip
+import hashlib
 import io
 import math
 import os
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbilevel.data import checksums
 from fedbilevel.data.catalogue import CLASSES
 
 Labelled = tuple[Tensor, Tensor]
@@ -34,7 +36,11 @@ CIFAR10 = {"train": "train.parquet", "test": "test.parquet"}
 COVERTYPE = "covtype.npz"
 COVERTYPE_MEASURED = 10  # columns; the other 44 are indicators of wilderness areas and soil types
 OMNIGLOT = "omniglot28.npz"
-OMNIGLOT_ZIPS = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python"
+OMNIGLOT_URL = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python"
+OMNIGLOT_ZIPS = {  # name -> MD5, the only checksum that is published
+    "images_background": "68d2efa1b9178cc56df9314c21c6e718",
+    "images_evaluation": "6b91aef0f799c5bb55b94e3f2daec811",
+}
 DRAWINGS = 20  # per character
 
 
@@ -84,6 +90,7 @@ def read_covertype(folder: Path) -> tuple[Labelled, Labelled]:
     file = folder / COVERTYPE
     X, y = _arrays(file, "X", "y")
     _check(X, y, (54,), file, range(1, CLASSES["covertype"] + 1))
+    checksums.compare(file, X, y)
     return _table(X, y.astype(np.int64) - 1, COVERTYPE_MEASURED)
 
 
@@ -129,6 +136,7 @@ def _read_mnist_split(folder: Path, split: str) -> Labelled:
     images = read_idx(folder / image_file, axes=3)
     labels = read_idx(folder / label_file, axes=1)
     _check(images, labels, (28, 28), folder / label_file, range(CLASSES["mnist"]))
+    checksums.compare(folder / image_file, images, labels)
     x = torch.from_numpy(images).float().div_(255).sub_(0.1307).div_(0.3081)
     return x.unsqueeze(1), torch.from_numpy(labels).long()
 
@@ -164,6 +172,7 @@ def _read_cifar10_split(file: Path) -> Labelled:
         ) from error
     labels = table["label"].to_numpy()
     _check(images, labels, (32, 32, 3), file, range(CLASSES["cifar10"]))
+    checksums.compare(file, images, labels)
     mean = torch.tensor([0.4914, 0.4822, 0.4465]).reshape(3, 1, 1)
     std = torch.tensor([0.2470, 0.2435, 0.2616]).reshape(3, 1, 1)
     x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float()
@@ -221,6 +230,7 @@ def read_omniglot(folder: Path) -> tuple[Tensor, Tensor]:
             raise ValueError(
                 f"{file} has {count} drawings of character {number}; there must be {DRAWINGS}"
             )
+    checksums.compare(file, images, alphabet, character, background)
     order = np.argsort(character, kind="stable")
     paper = torch.from_numpy(images[order]).float().div_(255)
     drawings = 1 - paper.reshape(-1, DRAWINGS, 1, 28, 28)
@@ -334,13 +344,13 @@ def _write_covertype(arrays: tuple[Array, Array], folder: Path) -> None:
 
 def _fetch_omniglot() -> list[zipfile.ZipFile]:
     archives = []
-    for name in ("images_background", "images_evaluation"):
-        with urlopen(f"{OMNIGLOT_ZIPS}/{name}.zip", timeout=60) as answer:
+    for name, published in OMNIGLOT_ZIPS.items():
+        with urlopen(f"{OMNIGLOT_URL}/{name}.zip", timeout=60) as answer:
             content = answer.read()
-        try:
-            archives.append(zipfile.ZipFile(io.BytesIO(content)))
-        except zipfile.BadZipFile as error:
-            raise OSError(f"the download from {answer.url} is not a zip file") from error
+        found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        if found != published:
+            raise OSError(f"the download from {answer.url} has the MD5 {found}, not {published}")
+        archives.append(zipfile.ZipFile(io.BytesIO(content)))
     return archives
 
 
