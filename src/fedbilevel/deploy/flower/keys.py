@@ -97,6 +97,13 @@ def expiry(path: Path) -> datetime:
 
     Raises:
         ValueError: The file is not a certificate.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     written = make(Path(folder), clients=0, hosts=["fl.example.org"], days=7)
+        ...     (expiry(Path(folder, "server.pem")) - datetime.now(UTC)).days
+        6
     """
     return _read_certificate(path).not_valid_after_utc
 
@@ -109,6 +116,12 @@ def check_server(folder: Path) -> None:
 
     Raises:
         ValueError: The certificate, or that of the authority, has expired, or a file is damaged.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     written = make(Path(folder), clients=0, hosts=["fl.example.org"])
+        ...     check_server(Path(folder))
     """
     now = datetime.now(UTC)
     for name in (CA, SERVER):
