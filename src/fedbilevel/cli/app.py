@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments is None:
         arguments = sys.argv[1:]
     try:
-        sys.exit(_command().main(arguments or ["--help"], standalone_mode=False) or 0)
+        sys.exit(_built_command().main(arguments or ["--help"], standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 @functools.cache  # for processes that call `main` again and again, tests above all
-def _command() -> Any:
+def _built_command() -> Any:
     return typer.main.get_command(app)
 
 
