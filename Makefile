@@ -15,6 +15,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	# Only a data file of lifelines is read, and lifelines itself would need pandas below 3.
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps 'lifelines>=0.30'
 	touch $@
 
 demo: install

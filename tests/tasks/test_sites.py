@@ -7,8 +7,8 @@ import torch
 
 import fedbilevel as fb
 from fedbilevel.core.rng import root
-from fedbilevel.data.people import read_rand
-from fedbilevel.tasks.sites import sites, split_people
+from fedbilevel.data.people import read_rand, split_people
+from fedbilevel.tasks.sites import sites
 from tests.support.refusals import refusal
 
 
@@ -18,7 +18,7 @@ def labels(clients: list[fb.ClientData], side: str = "train") -> list[torch.Tens
 
 def test_no_person_is_on_two_sides() -> None:
     people = read_rand()
-    sides = split_people(people, 0.15, root(3, "test"))
+    sides = split_people(people, 0.15, 0.2, root(3, "test"))
     assert sum(side.sum() for side in sides) == len(people.site)
     persons = [set(people.person[side].tolist()) for side in sides]
     assert sum(map(len, persons)) == len(set.union(*persons)) == 5912
@@ -79,9 +79,28 @@ def test_learnt_weights_find_the_bad_sites_and_beat_both_baselines() -> None:
     )
     last = result.history[-1]
     assert last["weight_of_bad"] < 0.25
+    refitted = task.evaluate(result.x, task.refit(result.x))
     for name in ("FedAvg, all sites", "trusted people alone"):
         y = fb.solve_lower(task.plain, task.baselines[name], task.plain.x, weights="samples")
-        assert last["test_loss"] < task.evaluate(task.plain.x, y)["test_loss"]
+        assert refitted["test_loss"] < task.evaluate(task.plain.x, y)["test_loss"]
+
+
+def test_a_refit_weighs_records_and_fits_the_trusted_people() -> None:
+    """Its gradient by hand: 6 w_i for each record of site i, 1 for each of a trusted person."""
+    task = sites(seed=0, trusted=0.1)
+    w = torch.tensor([0.3, 0.0, 0.3, 0.1, 0.0, 0.3], dtype=torch.float64)
+    x = fb.Tree({**task.problem.x, "client_weights": w})
+    y = task.refit(x)
+    total = torch.zeros_like(y["weight"])
+    count = 0.0
+    for share, client in zip(w, task.clients, strict=True):
+        for scale, data in ((6 * share, client.train), (1.0, client.val)):
+            features, label = data["features"], data["label"]  # type: ignore[call-overload]
+            errors = torch.sigmoid(features @ y["weight"] + y["bias"]) - label
+            total += scale * (features.T @ errors)
+            count += float(scale) * len(label)
+    slope = total / count + x["log_ridge"].exp() * y["weight"]
+    torch.testing.assert_close(slope, torch.zeros_like(slope), atol=1e-8, rtol=0)
 
 
 def test_values_find_the_bad_sites() -> None:

@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedbilevel.core.extras import MissingPackageError
+from fedbilevel.core.rng import fold_in, rows
 
 Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 # What is known of a person of the RAND experiment before the year of the record: plan, person,
 # family and health at enrolment. The columns of spending and of visits are outcomes.
@@ -42,6 +45,8 @@ RAND_FEATURES = (
     "hlthp",
     "xghindx",
 )
+
+LUNG_FEATURES = ("age", "sex", "ph.ecog", "ph.karno", "pat.karno", "meal.cal", "wt.loss")
 
 
 class People(NamedTuple):
@@ -82,6 +87,28 @@ def read_rand() -> People:
     return People(features, RAND_FEATURES, site, columns["zper"].astype(np.int64), outcome)
 
 
+def read_lung() -> People:
+    """Read the lung cancer data of the North Central Cancer Treatment Group from lifelines.
+
+    228 patients with advanced lung cancer; the one whose institution is unknown is left out, which
+    leaves 227 at 18 institutions, 2 to 36 at each. The outcomes are `time`, the days until death or
+    until the end of the observation, and `died`, which is 1 where it was death.
+
+    Returns:
+        The records, one per patient.
+
+    Raises:
+        MissingPackageError: lifelines is not installed.
+    """
+    path = _file_of("lifelines", "survival", "datasets/lung.csv")
+    columns = _read(path, (*LUNG_FEATURES, "inst", "time", "status"))
+    known = ~np.isnan(columns["inst"])
+    features = np.stack([columns[name][known] for name in LUNG_FEATURES], axis=1)
+    _, site = np.unique(columns["inst"][known], return_inverse=True)
+    outcome = {"time": columns["time"][known], "died": columns["status"][known]}
+    return People(features, LUNG_FEATURES, site, np.arange(len(site)), outcome)
+
+
 def _file_of(package: str, extra: str, name: str) -> Path:
     """Return the path of a file that an installed package ships."""
     spec = find_spec(package)
@@ -98,10 +125,10 @@ def _file_of(package: str, extra: str, name: str) -> Path:
 def _read(path: Path, names: tuple[str, ...]) -> dict[str, Array]:
     """Read columns of a CSV file of numbers; an empty cell is NaN."""
     with path.open(newline="", encoding="utf-8") as file:
-        rows = csv.reader(file)
-        header = next(rows)
+        lines = csv.reader(file)
+        header = next(lines)
         indices = [header.index(name) for name in names]
-        table = [[float(row[index] or "nan") for index in indices] for row in rows]
+        table = [[float(line[index] or "nan") for index in indices] for line in lines]
     return dict(zip(names, np.array(table).T, strict=True))
 
 
@@ -120,3 +147,29 @@ def impute_and_standardise(features: Array, train: NDArray[np.bool_]) -> Array:
     deviation = filled[train].std(axis=0)
     scaled: Array = (filled - mean) / np.where(deviation > 0, deviation, 1.0)
     return scaled
+
+
+def split_people(
+    people: People, validation: float, test: float, key: Tensor
+) -> tuple[Mask, Mask, Mask]:
+    """Split the records of each site by person.
+
+    Args:
+        people: The records.
+        validation: The fraction of the people of each site who are for validation, at least one.
+        test: The fraction of the people of each site who are for the test.
+        key: The key of the draws.
+
+    Returns:
+        Which records are for training, which for validation, and which for the test.
+    """
+    roles = np.zeros(len(people.site), dtype=np.int64)
+    for site in range(people.site.max() + 1):
+        here = people.site == site
+        persons = np.unique(people.person[here])
+        order = rows(fold_in(fold_in(key, 0), site), len(persons), len(persons)).numpy()
+        tested = round(test * len(persons))
+        held_out = max(1, round(validation * len(persons)))
+        roles[here & np.isin(people.person, persons[order[:tested]])] = 2
+        roles[here & np.isin(people.person, persons[order[tested : tested + held_out]])] = 1
+    return roles == 0, roles == 1, roles == 2

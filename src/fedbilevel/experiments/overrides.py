@@ -28,6 +28,7 @@ SMALL_TASKS: dict[str, Table] = {
     "hyper-cleaning": {"data": "digits", "clients": 2, "samples": 32},
     "regularization": {"data": "breast-cancer", "clients": 2, "samples": 32},
     "quadratic": {"clients": 2},
+    "survival": {"irrelevant": 0},
     "mixture": {"owners": ["json", "xml"], "target": "json", "width": 8, "characters": 20_000},
     "few-shot": {
         "data": "digits",

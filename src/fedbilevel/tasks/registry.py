@@ -17,6 +17,7 @@ B = TypeVar("B", bound=Callable[..., Any])
 # imported on demand, because tasks import PyTorch and data sets, and these further libraries.
 _MODULES = {
     "sites": "sites",
+    "survival": "survival",
     "quadratic": "quadratic",
     "hyper-representation": "hyper_representation",
     "hyper-cleaning": "hyper_cleaning",
