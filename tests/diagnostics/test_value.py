@@ -107,6 +107,10 @@ def test_records_of_a_person_are_resampled_together() -> None:
     apart = fb.value(*means([t.repeat(2) for t in trusted]))
     assert twice.errors == pytest.approx(once.errors, rel=1e-10)
     assert apart.errors[0] < 0.8 * once.errors[0]
+    problem, clients = means([t.repeat(2) for t in trusted], [p.repeat(2) for p in people])
+    stack = fb.simulated_federation(problem, clients)
+    stacked = fb.value(problem, clients, groups="person", federation=stack)
+    assert stacked.errors == pytest.approx(twice.errors, rel=1e-10)
 
 
 def test_values_of_samples_sum_to_those_of_their_clients() -> None:

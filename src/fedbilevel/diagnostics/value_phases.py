@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.func import vmap
 
 from fedbilevel.core.derivatives import grad
@@ -87,11 +88,15 @@ class TrustedGradients(Phase):
         x, y = carry
         g = flatten(oracle.upper_gradient_y(x, y, batch))
         per_sample = per_sample_gradients(oracle.upper, "val", x, y, batch)
-        group = _groups(batch.val, self.groups)
+        people, person = _people(batch.val, self.groups)
+        records = torch.ones_like(per_sample[:, :1])
+        sums = torch.zeros(len(people), self.size + 1, dtype=g.dtype, device=g.device)
+        sums = sums.index_add(0, person, torch.cat([per_sample, records], 1))
         assert isinstance(batch.rng, Tensor)
-        keys = fold_in(fold_in(batch.rng, RESAMPLING_STREAM), group)
+        keys = fold_in(fold_in(batch.rng, RESAMPLING_STREAM), people)
         weights = -torch.log1p(-uniform(keys, (self.resamples,), g.dtype)).T
-        resampled = (weights @ per_sample) / weights.sum(1, keepdim=True)
+        totals = weights @ sums
+        resampled = totals[:, :-1] / totals[:, -1:]
         return oracle.upper(x, y, batch), Tree(g=g, resampled=resampled)
 
     def finish(self, carry: Any) -> dict[str, Any]:
@@ -179,10 +184,19 @@ def per_sample_gradients(
     return vmap(gradient)(*columns)
 
 
-def _groups(data: Data, groups: str | None) -> Tensor:
-    """The person of each sample."""
+def _people(data: Data, groups: str | None) -> tuple[Tensor, Tensor]:
+    """The number of each person, and for each record the place of its person among them.
+
+    In a stack of clients, which may have different numbers of people, every record stands for
+    itself: records of a person have equal numbers, and so equal weights in every resample.
+    """
+    _, tensor = named_tensors(data)[0]
+    records = torch.arange(len(tensor), device=tensor.device)
     if groups is None:
-        _, tensor = named_tensors(data)[0]
-        return torch.arange(len(tensor), device=tensor.device)
+        return records, records
     assert isinstance(data, dict)
-    return data[groups]
+    numbers = data[groups]
+    if functorch.is_functorch_wrapped_tensor(numbers):
+        return numbers, records
+    people, person = numbers.unique(return_inverse=True)
+    return people, person
