@@ -199,3 +199,10 @@ def test_the_command_prints_what_it_has_written_and_until_when(tmp_path: Path) -
     assert len(dated) == 2
     assert dated[1].endswith(f"server.pem (valid until {ends:%Y-%m-%d})")
     assert invoke("keys", tmp_path / "keys", "--clients", 1) == (0, "", "")
+
+
+@pytest.mark.parametrize("clients", [-1, 100_001, 2**63, 10**30])
+def test_a_number_of_clients_that_cannot_be_meant_is_refused(tmp_path: Path, clients: int) -> None:
+    with pytest.raises(ValueError, match=f"clients is {clients}; it must be 0 to 100000"):
+        keys.make(tmp_path / "keys", clients, ["a.org"])
+    assert not (tmp_path / "keys").exists()

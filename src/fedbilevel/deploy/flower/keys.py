@@ -34,6 +34,7 @@ SERVER_KEY = "server.key"
 CLIENTS = "clients"
 
 MAX_DAYS = 36_500
+MAX_CLIENTS = 100_000  # their keys take some minutes; more are a typing error
 SOON = timedelta(days=30)  # a certificate that expires within this time is warned of
 MAX_NAME_CHARS = 64  # of a common name in a certificate
 LABEL = "[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"  # of the name of a host
@@ -59,7 +60,7 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
         The files that were written.
 
     Raises:
-        ValueError: A host is neither a name nor an address, `days` is out of range, the authority
+        ValueError: A host is neither a name nor an address, a number is out of range, the authority
             ends before a certificate that it would sign, or a file is damaged.
         FileNotFoundError: The server's certificate is missing, and so is `ca.key`, which signs it.
 
@@ -70,6 +71,7 @@ def make(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> l
         >>> [path.name for path in written]
         ['ca.key', 'ca.crt', 'server.key', 'server.pem', 'client-0', 'client-0.pub']
     """
+    checks.integer("clients", clients, least=0, most=MAX_CLIENTS)
     checks.integer("days", days, least=1, most=MAX_DAYS)
     for host in hosts:
         _check_host(host)
