@@ -91,6 +91,10 @@ def draw_experiment(draw: random.Random, name: str, most_rounds: int) -> Table:
         environment["capacity"] = draw.choice([0.5, [1.0, 0.5]])
     elif draw.random() < 0.3:
         environment["stages"] = draw.sample(STAGES, draw.randint(1, 2))
+    if not fb.algorithms.get(name).has_server:
+        for condition in ("deadline", "faults", "norm_factor", "stages"):
+            environment.pop(condition, None)
+        environment["topology"] = draw.choice(["ring", "grid", "complete", "erdos-renyi 0.5"])
     if task == "few-shot":
         environment["batch_size"] = 2
     return {

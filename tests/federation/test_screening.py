@@ -20,7 +20,11 @@ from tests.support.cases import CASES
 from tests.support.conformance import NAMES
 from tests.support.lies import let_lie, scaled
 
-SHARED = [name for name in NAMES if "shared" in algorithms.get(name).lower_levels]
+SHARED = [
+    name
+    for name in NAMES
+    if "shared" in algorithms.get(name).lower_levels and algorithms.get(name).has_server
+]
 
 
 def quadratic() -> fb.tasks.Task:

@@ -787,6 +787,81 @@ def new_plane(
     return a, b, c, kappa
 
 
+# Methods without a server
+
+
+def prometheus(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) -> Pair:
+    """With one client there is nothing to mix, and on full batches nothing to track: u = p = h."""
+    x, y = start_xy(m)
+    one_term_more = h | {"neumann_steps": h["neumann_steps"] + 1}
+    for _ in range(iterations):
+        u, v = local_gradients(m, one_term_more, x, y)
+        x = x - h["relaxation"] * h["lr_x"] * u
+        y = y - h["lr_y"] * v
+    return x, y
+
+
+def prometheus_cost(steps: Sequence[int], x: int, y: int) -> Counts:
+    """Along each of n (n - 1) directed links x and u; K = 5 products in each of two estimates."""
+    n = len(steps)
+    return 1, 0, n * (n - 1) * 2 * x, n * 2 * (1 + 2 * 5 + 3 + 1)
+
+
+def goal_of_prometheus(task: Any, h: Settings) -> Pair:
+    """Where sum_i h_i(x, y_i*(x)) = 0, and the mean of the y_i*(x) there."""
+    x, ys, _ = ends_of_prometheus(client_means(task), h)
+    return x, ys.mean(0)
+
+
+def ends_of_prometheus(
+    parts: Sequence[Matrices], h: Settings, weights: Sequence[float] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x where sum_i w_i h_i(x, y_i*(x)) = 0, and all y_i*(x) and w_i h_i there."""
+    weights = weights or [1.0] * len(parts)
+
+    def own_y(m: Matrices, x: Tensor) -> Tensor:
+        return torch.linalg.solve(m[0], m[1] @ x + m[2])
+
+    def own(x: Tensor) -> Tensor:
+        local = []
+        for m, weight in zip(parts, weights, strict=True):
+            y = own_y(m, x)
+            p = neumann(m[0], upper_gradient_y(m, x, y), h["neumann_lr"], h["neumann_steps"])
+            local.append(weight * hypergradient(m, x, y, p))
+        return torch.stack(local)
+
+    x = zero_of(lambda x: own(x).mean(0), len(parts[0][4]))
+    return x, torch.stack([own_y(m, x) for m in parts]), own(x)
+
+
+def dsbo(m: Matrices, h: Settings, steps: int, iterations: int, draw: Draw) -> Pair:
+    """With one client and full batches U = -B' and all V = A are exact; s and h lag behind."""
+    A, B, c, _, t, D = m
+    x, y = start_xy(m)
+    b = h["momentum_weight"]
+    s = x - t + D.T @ y
+    v = upper_gradient_y(m, x, y)
+    for _ in range(iterations):
+        q = neumann(A, v, h["neumann_lr"], h["neumann_steps"])
+        new_x = x - h["lr_x"] * (s + B.T @ q)
+        new_y = y - h["lr_y"] * (A @ y - B @ x - c)
+        s = (1 - b) * s + b * (x - t + D.T @ y)
+        v = (1 - b) * v + b * upper_gradient_y(m, x, y)
+        x, y = new_x, new_y
+    return x, y
+
+
+def dsbo_cost(steps: Sequence[int], x: int, y: int) -> Counts:
+    """p = 3, d = 2, b = 4: x, s, y, h, U (p d numbers) and V (b d^2 numbers) on each link.
+
+    U and each V are d products of 2 gradients; two gradients more.
+    """
+    n = len(steps)
+    U = 8 * 3 * 2
+    V = 8 * 4 * 2**2
+    return 1, 0, n * (n - 1) * (2 * x + 2 * y + U + V), n * (2 + 2 * 2 * (1 + 4))
+
+
 def where_planes_end(task: Any, h: Settings) -> Tensor:
     """x where y_i = y'_i, y = y' and sum_i (grad_x f_i - d2xy g_i q_i) = 0.
 
@@ -858,6 +933,23 @@ _MEMFBO = {
     "penalty": 1e3,
 }
 _MEFBO = _MEMFBO | {"lr_u": 0.05, "server_lr_u": 0.3, "penalty": 50.0, "envelope": 1.0}
+_PROMETHEUS = {
+    "lr_x": 0.5,
+    "lr_y": 0.5,
+    "relaxation": 0.2,
+    "refresh": 1000,
+    "neumann_lr": 1.0,
+    "neumann_steps": 5,
+}
+# Its bias is of the order of its steps and of (1 / 2)^5, where the Neumann sum ends: hence the
+# tolerance. tests/conformance/test_gossip.py has the closed form of the point that it reaches.
+_DSBO = {
+    "lr_x": 0.06,
+    "lr_y": 0.3,
+    "momentum_weight": 0.2,
+    "neumann_lr": 1.0,
+    "neumann_steps": 4,
+}
 _FEDBIO = {"lr_x": 0.06, "lr_y": 0.4, "lr_z": 0.4, "radius": 100.0}
 _DOUBLE_LOOP = {"lr_y": 0.5, "neumann_lr": 1.0, "lower_steps": None, "upper_steps": None}
 _NESTED = {"lr_x": 0.2, "inner_rounds": 2, "neumann_steps": 25, **_DOUBLE_LOOP}
@@ -1039,6 +1131,22 @@ CASES = {
         _FIRST_MOMENTA,
         rounds=200,
         goal=goal_with_one_term_less,
+    ),
+    "prometheus": Case(
+        _PROMETHEUS,
+        prometheus,
+        prometheus_cost,
+        once=(0, 0, 0, 4 * (1 + 2 * 5 + 3 + 1)),
+        rounds=150,
+        goal=goal_of_prometheus,
+    ),
+    "dsbo": Case(
+        _DSBO,
+        dsbo,
+        dsbo_cost,
+        once=(0, 0, 0, 4 * (1 + 2 * 2 * (1 + 4))),
+        rounds=150,
+        tolerance=0.05,
     ),
     "sdbo": _CUTTING_PLANES,
     "adbo": _CUTTING_PLANES,  # without delays and with everyone it is SDBO

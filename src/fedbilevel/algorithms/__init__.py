@@ -1,8 +1,8 @@
 """The algorithms, one paper per file.
 
 `get(name)` finds an algorithm by its registered name. `base` says what an algorithm is, `registry`
-holds the names, `shared` and `shared_submodels` hold the phases and estimators that several methods
-are made of.
+holds the names, `shared`, `shared_submodels` and `shared_gossip` hold what several methods are made
+of.
 """
 
 from fedbilevel.algorithms.adafbio import AdaFBiO
@@ -13,6 +13,7 @@ from fedbilevel.algorithms.aggitd import AggITD
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO
 from fedbilevel.algorithms.base import Algorithm, State
 from fedbilevel.algorithms.ditto import Ditto
+from fedbilevel.algorithms.dsbo import DSBO
 from fedbilevel.algorithms.f2sa import F2SA
 from fedbilevel.algorithms.fedadam import FedAdam
 from fedbilevel.algorithms.fedavg import FedAvg
@@ -32,6 +33,7 @@ from fedbilevel.algorithms.memfbo import MemFBO
 from fedbilevel.algorithms.oap import OAP, OAPStructured
 from fedbilevel.algorithms.perfedavg import PerFedAvg
 from fedbilevel.algorithms.pfedme import PFedMe
+from fedbilevel.algorithms.prometheus import Prometheus
 from fedbilevel.algorithms.protonet import ProtoNet
 from fedbilevel.algorithms.rabo import RABO, RAFBO
 from fedbilevel.algorithms.registry import get, names, register
@@ -45,6 +47,7 @@ __all__ = [
     "AFBO",
     "AFL",
     "ASFBO",
+    "DSBO",
     "F2SA",
     "FIARSE",
     "LAASFBO",
@@ -80,6 +83,7 @@ __all__ = [
     "PFedMe",
     "PerFedAvg",
     "Phase",
+    "Prometheus",
     "ProtoNet",
     "ShroFBO",
     "SimFBO",

@@ -17,6 +17,7 @@ from fedbilevel.federation.environment import Environment
 
 ClientLevels = tuple[Literal["x", "y"], ...]
 takers: dict[str, list[str]] = {"x": [], "y": []}  # the methods for a client's own x and y
+without_server: list[str] = []  # the methods whose clients exchange values along links
 
 
 class State(Protocol):
@@ -66,6 +67,8 @@ class Algorithm(ABC):
         client_levels: The levels, "x" and "y", of which it allows variables that belong to the
             clients, see `Problem.owner`.
         second_derivatives: Whether it needs second derivatives of the lower loss.
+        has_server: Whether messages go through a server; if not, clients send each other values
+            along the links of `Environment.topology`.
 
     Examples:
         >>> import fedbilevel as fb
@@ -80,6 +83,7 @@ class Algorithm(ABC):
     submodels: ClassVar[bool] = False
     client_levels: ClassVar[ClientLevels] = ()
     second_derivatives: ClassVar[bool] = True
+    has_server: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -164,8 +168,9 @@ class Algorithm(ABC):
 
         Raises:
             ValueError: If the problem's lower level is of another kind than this method is for, if
-                clients own variables that it needs on the server, or if clients hold submodels and
-                the method or the problem does not provide for them.
+                clients own variables that it needs on the server, if clients hold submodels and the
+                method or the problem does not provide for them, or if the environment has a
+                condition without a meaning for a method with, or without, a server.
         """
         for level in problem.client_levels:
             if level not in self.client_levels:
@@ -174,6 +179,13 @@ class Algorithm(ABC):
                     f"{min(problem.client_names & vars(problem)[level].keys())!r} to the clients; "
                     f"methods for a client's own {level} are {', '.join(takers[level])}"
                 )
+        if self.has_server and environment.topology is not None:
+            raise ValueError(
+                f"topology is {environment.topology!s:.40}, but {self.name} has a server; "
+                f"methods that exchange values along links are {', '.join(without_server)}"
+            )
+        if not self.has_server:
+            self._check_without_server(environment)
         if problem.client_names and environment.uses_submodels:
             raise ValueError(
                 f"capacity is {environment.capacity}, and owner gives variables to the clients; "
@@ -194,3 +206,13 @@ class Algorithm(ABC):
                 f"capacity is {environment.capacity}, but this problem names no axes to cut; "
                 "it must be 1"
             )
+
+    def _check_without_server(self, environment: Environment) -> None:
+        """Refuse conditions that only a server can deal with."""
+        for name in ("deadline", "faults", "stages", "norm_factor"):
+            value = getattr(environment, name)
+            if value not in (None, ()):
+                raise ValueError(
+                    f"{name} is {value}, but {self.name} has no server, and its clients wait for "
+                    "each other; it must be left out"
+                )

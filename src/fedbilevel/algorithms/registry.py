@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from fedbilevel.algorithms.base import Algorithm, takers
+from fedbilevel.algorithms.base import Algorithm, takers, without_server
 from fedbilevel.core import checks
 
 A = TypeVar("A", bound=type[Algorithm])
@@ -45,6 +45,8 @@ def register(name: str) -> Callable[[A], A]:
         _registry[name] = algorithm
         for level in algorithm.client_levels:
             takers[level].append(name)
+        if not algorithm.has_server:
+            without_server.append(name)
         return algorithm
 
     return add

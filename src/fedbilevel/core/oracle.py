@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.derivatives import grad, unfused_kernels, vjp
+from fedbilevel.core.derivatives import grad, unfused_kernels, vjp, vmap
 from fedbilevel.core.problem import Batch, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
-from fedbilevel.core.tree import Tree, dot, nbytes, norm
+from fedbilevel.core.tree import Tree, dot, flatten, nbytes, norm, unflatten
 
 # The side of a batch that a loss is evaluated on, and the stream of its random numbers.
 LOWER = 0
@@ -440,6 +440,47 @@ class Oracle:
         if g_y is None:
             g_y = self.lower_gradient_y(x, y, batch)
         return g_y, product
+
+    def hessian_matrix(self, x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
+        """The Hessian d2yy g as a matrix. Costs 2 gradients per number in y.
+
+        Args:
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its training side is used.
+
+        Returns:
+            A row and a column for each number in y, in the order of `flatten`.
+        """
+        return self._for_each_unit_vector(
+            y, lambda v: flatten(self.hessian_product(x, y, v, batch))
+        )
+
+    def cross_matrix(self, x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
+        """The mixed second derivatives d2xy g as a matrix. Costs 2 gradients per number in y.
+
+        Args:
+            x: Upper variables.
+            y: Lower variables.
+            batch: Its training side is used.
+
+        Returns:
+            A row for each number in x and a column for each in y, in the order of `flatten`.
+        """
+        columns = self._for_each_unit_vector(
+            y, lambda v: flatten(self.cross_product(x, y, v, batch))
+        )
+        return columns.T
+
+    def _for_each_unit_vector(self, y: Tree, product: Callable[[Tree], Tensor]) -> Tensor:
+        """The product with each unit vector of the space of y, a row for each."""
+        first = next(iter(y.values()))
+        unit_vectors = torch.eye(y.numel, dtype=first.dtype, device=first.device)
+        before = self.gradients
+        rows: Tensor = vmap(lambda v: product(unflatten(v, y)))(unit_vectors)
+        # The function was called once for all vectors.
+        self.gradients = before + y.numel * (self.gradients - before)
+        return rows
 
     def cross_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> Tree:
         """The cross product d2xy g v. Costs 2 gradients.

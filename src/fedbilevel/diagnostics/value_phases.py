@@ -15,7 +15,7 @@ from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Data, named_tensors, repack
 from fedbilevel.core.rng import fold_in, uniform
 from fedbilevel.core.settings import Count
-from fedbilevel.core.tree import Tree, flatten, unflatten
+from fedbilevel.core.tree import Tree, flatten
 from fedbilevel.federation.kinds import Kind
 from fedbilevel.federation.phase import Message, Phase, Sides
 
@@ -44,12 +44,7 @@ class LowerSystem(Phase):
         """Evaluate all three at the point; the Hessian costs a product per number in y."""
         x, y = carry
         g = flatten(oracle.lower_gradient_y(x, y, batch))
-
-        def product(v: Tensor) -> Tensor:
-            return flatten(oracle.hessian_product(x, y, unflatten(v, y), batch))
-
-        H = vmap(product)(torch.eye(self.size, dtype=g.dtype, device=g.device))
-        oracle.gradients += 2 * (self.size - 1)  # vmap has called `product` once
+        H = oracle.hessian_matrix(x, y, batch)
         return oracle.lower(x, y, batch), Tree(g=g, H=H)
 
     def finish(self, carry: Any) -> dict[str, Any]:

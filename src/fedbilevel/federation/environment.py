@@ -19,6 +19,7 @@ from fedbilevel.core.rng import fold_in, integers
 from fedbilevel.core.settings import Count, Factor, Fraction, Positive, Rule
 from fedbilevel.federation.delays import DelayModel, Faults, Stragglers, Trace
 from fedbilevel.federation.stages import Stages
+from fedbilevel.federation.topology import Topology, check_size
 
 
 def _check_local_steps(name: str, value: object) -> object:
@@ -103,6 +104,10 @@ class Environment:
             `conduct.norm_factor`.
         strikes: How many replies of a client are refused before it is given no more tasks for the
             rest of the run. None: any number; on Flower, `conduct.strikes`.
+        topology: Which clients have a link between them, for methods without a server: "ring",
+            "grid", "complete", "erdos-renyi P" (each link with probability P), or a mixing matrix,
+            symmetric and doubly stochastic. None: such methods take the complete graph. For
+            simulations.
 
     Raises:
         ValueError: A value is out of its range, `stragglers`, `deadline` or `faults.leave` is given
@@ -133,6 +138,7 @@ class Environment:
     stages: Stages = ()
     norm_factor: Factor | None = None
     strikes: Count | None = None
+    topology: Topology | None = None
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -188,6 +194,7 @@ class Environment:
             )
         if isinstance(self.delay, Trace):
             self.delay.check(clients)
+        check_size(self.topology, clients)
         if isinstance(self.local_steps, list) and len(self.local_steps) != clients:
             entries = len(self.local_steps)
             raise ValueError(

@@ -7,6 +7,7 @@ costs are booked and replies are handed to `Replies`, which refuses wrong ones.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,9 @@ from fedbilevel.federation.ledger import Ledger
 from fedbilevel.federation.phase import Phase
 from fedbilevel.federation.replies import QuorumError, Replies, log
 from fedbilevel.federation.screening import FEWEST, Screen
+from fedbilevel.federation.stacks import stack_replies
 from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
+from fedbilevel.federation.topology import among, links_of, mix, mixing_matrix
 from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
 
 # Recorded numbers whose name begins with one of these words are not averaged.
@@ -378,6 +381,103 @@ class Federation:
             self.heard |= {reply.client for reply in replies}
         return replies
 
+    def mix(self, clients: Sequence[int], **values: Any) -> dict[str, Any]:
+        """Let clients send values to their neighbours, and mix what arrives: one round.
+
+        Links are those of `Environment.topology` between `clients`. Over each of them both clients
+        send their rows of all the values.
+
+        Args:
+            clients: Who takes part.
+            **values: Trees and tensors by name, with a row per client, in the order of `clients`.
+
+        Returns:
+            sum_j W_ij v_j by name, in the same rows. The weight of the clients that do not take
+            part goes to a client's own value.
+
+        Examples:
+            >>> import torch
+            >>> import fedbilevel as fb
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> environment = fb.Environment(topology="ring")
+            >>> fed = fb.simulated_federation(task.problem, task.clients, environment)
+            >>> fed.mix(fed.sample(), v=torch.tensor([0.0, 3.0, 6.0, 9.0]))["v"]
+            tensor([4., 3., 6., 5.])
+            >>> fed.ledger.rounds, fed.ledger.phases["mix"].bytes_up  # 4 links, 2 numbers each
+            (1, 32)
+        """
+        W = among(self.mixing_matrix, clients)
+        row = nbytes(values) // len(clients)
+        self.ledger.book(events.RoundStarted("mix"))
+        sent = [links * row for links in links_of(W)]
+        self.ledger.book(events.LinksCrossed("mix", clients, sent))
+        return mix(W, values)
+
+    @functools.cached_property
+    def mixing_matrix(self) -> Tensor:
+        """The weights W with which clients mix values, in float64."""
+        return mixing_matrix(self.environment.topology or "complete", len(self), self.seed)
+
+    def local(self, phase: Phase, clients: Sequence[int], **values: Any) -> dict[str, Any]:
+        """Have clients run a phase on values of their own: nothing is sent, and it is no round.
+
+        It takes as long as the slowest of these clients.
+
+        Args:
+            phase: What each client does; its replies must not be `summed`. Besides the values, its
+                message holds `weight`, n p_i.
+            clients: Who computes.
+            **values: Trees and tensors by name, also nested in dicts, with a row per client, in the
+                order of `clients`.
+
+        Returns:
+            What the phase replies with, in the same rows.
+
+        Raises:
+            QuorumError: A client has lost its task, or its values are not finite.
+
+        Examples:
+            >>> import fedbilevel as fb
+            >>> from fedbilevel.algorithms.shared import LocalHypergradient
+            >>> from fedbilevel.federation.stacks import copies
+            >>> task = fb.tasks.load("quadratic", clients=4)
+            >>> fed = fb.simulated_federation(task.problem, task.clients)
+            >>> x, y = task.problem.start
+            >>> own = {"x": copies(x, 4), "y": copies(y, 4)}
+            >>> class Hypergradients(LocalHypergradient):
+            ...     name = "hypergradients"
+            ...     summed = False
+            >>> phase = Hypergradients(neumann_lr=0.5, terms=3)
+            >>> fed.local(phase, fed.sample(), **own)["h"]["x"].shape
+            torch.Size([4, 4])
+            >>> fed.ledger.rounds, fed.ledger.totals()["bytes_up"]
+            (0, 0)
+        """
+        weights = self.weights()
+        each = []
+        for position, client in enumerate(clients):
+            own = pytree.tree_map(lambda t, row=position: t[row], values)
+            each.append({**own, "weight": len(self) * weights[client]})
+        tasks = self.assigner.assign(
+            phase, clients, each, None, {}, self.ledger.rounds, self.iteration
+        )
+        for task in tasks:
+            task.broadcast.is_local = True
+        label = f"phase {phase.name!r}, after round {self.ledger.rounds}"
+        replies = Replies(label, phase, self.problem)
+        for report in _in_client_order(
+            itertools.chain(
+                self.transport.send(tasks, True), self.transport.receive(tasks, len(tasks))
+            )
+        ):
+            self._handle_report(report, replies)
+        if len(replies) < len(clients):
+            why = replies.refused[0] if replies.refused else "a task was lost"
+            raise QuorumError(f"{label}: every client is needed, {why}")
+        return stack_replies(
+            [{name: reply.values[name] for name in phase.reply} for reply in replies]
+        )
+
     def _start_round(self, phase: Phase) -> Replies:
         self.ledger.book(events.RoundStarted(phase.name))
         label = f"phase {phase.name!r}, round {self.ledger.rounds}"
@@ -393,14 +493,16 @@ class Federation:
     def _handle_report(self, report: Report, replies: Replies | None) -> None:
         """Book what a transport reports, and hand replies that arrived to `replies`."""
         if isinstance(report, Departed):
-            self.ledger.book(_messages_sent(report.tasks))
+            if not any(task.broadcast.is_local for task in report.tasks):
+                self.ledger.book(_messages_sent(report.tasks))
             return
         assert replies is not None
         match report:
             case Arrived(results):
                 results.tasks[0].broadcast.check_unchanged()
                 clients = [task.client for task in results.tasks]
-                sizes = [results.nbytes] * len(clients)
+                sent = 0 if results.tasks[0].broadcast.is_local else results.nbytes
+                sizes = [sent] * len(clients)
                 self.ledger.book(
                     events.TasksDone(replies.phase.name, clients, results.costs, sizes)
                 )

@@ -33,7 +33,8 @@ class Cost:
 
     Args:
         rounds: Communication rounds: every `ask` and every `collect` is one.
-        bytes_up: Bytes of the replies, after the encoders of their stages.
+        bytes_up: Bytes that clients send: the replies, after the encoders of their stages, and what
+            they send each other along links.
         bytes_down: Bytes of the messages, after the encoders of their stages, for every receiver.
         samples: Samples read, counted once per step that reads them.
         gradients: Gradient evaluations; a Hessian or cross product counts as two.
@@ -185,6 +186,14 @@ class MessagesSent(NamedTuple):
     nbytes: Sequence[int]
 
 
+class LinksCrossed(NamedTuple):
+    """Clients sent values to their neighbours; `nbytes` has what each sent over all its links."""
+
+    phase: str
+    clients: Sequence[int]
+    nbytes: Sequence[int]
+
+
 class TasksDone(NamedTuple):
     """Clients did their tasks at these costs; `nbytes` has the size of each reply, 0 if lost."""
 
@@ -210,7 +219,9 @@ class TimeElapsed(NamedTuple):
     wall_s: float
 
 
-Event = RoundStarted | MessagesSent | TasksDone | TaskLost | RepliesRefused | TimeElapsed
+Event = (
+    RoundStarted | MessagesSent | LinksCrossed | TasksDone | TaskLost | RepliesRefused | TimeElapsed
+)
 
 
 @dataclass
@@ -252,6 +263,8 @@ class Ledger:
                 self._cost(phase).rounds += 1
             case MessagesSent(phase, clients, nbytes):
                 self._charge(phase, clients, {"bytes_down": nbytes})
+            case LinksCrossed(phase, clients, nbytes):
+                self._charge(phase, clients, {"bytes_up": nbytes})
             case TasksDone(phase, clients, costs, nbytes):
                 columns = (list(column) for column in zip(*costs, strict=True))
                 amounts = dict(zip(TaskCost._fields, columns, strict=True))

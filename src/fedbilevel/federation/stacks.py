@@ -103,6 +103,25 @@ def stack_replies(replies: Sequence[Values]) -> Values:
     return pytree.tree_map(lambda *tensors: torch.stack(tensors), *replies)  # type: ignore[no-any-return]
 
 
+def copies(values: Any, clients: int) -> Any:
+    """A stack with the same values for every client."""
+    return pytree.tree_map(lambda t: t.expand(clients, *t.shape).clone(), values)
+
+
+def rows_of(stack: Any, clients: Sequence[int]) -> Any:
+    """The rows of some of the clients of a stack, in the order given."""
+    return pytree.tree_map(lambda t: t[list(clients)], stack)
+
+
+def with_rows(stack: Any, clients: Sequence[int], rows: Any) -> Any:
+    """A stack with other rows for some of its clients."""
+
+    def replace(old: Tensor, new: Tensor) -> Tensor:
+        return old.index_copy(0, torch.tensor(clients, device=old.device), new)
+
+    return pytree.tree_map(replace, stack, rows)
+
+
 def _rows(values: Tensor) -> Tensor:
     """One row of floating-point numbers per client."""
     if not values.is_floating_point():

@@ -54,6 +54,7 @@ class Broadcast:
         stages: What the replies go through.
         client_kinds: The values of the message that have a part which belongs to the clients: "x"
             or "y" by name.
+        is_local: Whether message and reply stay on the client, so that nothing is sent.
         shape_key: Equal for messages that can be stacked.
     """
 
@@ -65,6 +66,7 @@ class Broadcast:
     payload: Mapping[str, Any] | None = None
     stages: Sequence[Stage] = ()
     client_kinds: Mapping[str, Kind] = field(default_factory=dict)
+    is_local: bool = False
     shape_key: str = field(init=False)
     _changes: int = field(init=False, repr=False)
 

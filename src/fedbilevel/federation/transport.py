@@ -109,6 +109,7 @@ class Transport(ABC):
             federation sums the replies of an `ask` in the order of its clients, so that rounding
             does not depend on who was first.
         reads_own: Whether `own` can read what clients have of a model for themselves.
+        has_links: Whether clients can send each other values (`Federation.mix`).
 
     Examples:
         A federation asks its transport for the time and for the size of a client's data:
@@ -122,6 +123,7 @@ class Transport(ABC):
 
     ordered: ClassVar[bool] = False
     reads_own: ClassVar[bool] = False
+    has_links: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -113,6 +113,12 @@ class Run:
         for unit, amount in [*self.limits.items(), *self.every.items()]:
             checks.one_of("unit", unit, UNITS)
             checks.non_negative(unit, amount)
+        if not (algorithm.has_server or fed.transport.has_links):
+            raise ValueError(
+                f"{algorithm.name} has no server: its clients send each other values, and "
+                f"{type(fed.transport).__name__} carries messages between a server and its clients "
+                "only; such methods run in simulations"
+            )
         algorithm.check(fed.problem, fed.environment)
         _check_derivatives(algorithm, fed)
         self.algorithm = algorithm

@@ -53,9 +53,10 @@ class Flight(NamedTuple):
 class VirtualClock(Transport):
     """A transport to simulated clients in this process.
 
-    An `ask` takes as long as its slowest client; a posted task ends when its client's delay is
-    over. What a posted task computes depends only on what was sent, not on when it is computed;
-    it is computed when its reply is first needed, together with other tasks in flight.
+    An `ask` takes as long as its slowest client, and so does an iteration of a method without a
+    server: a link waits for the slower one of its two clients. A posted task ends when its client's
+    delay is over. What it computes depends only on what was sent, not on when it is computed; it is
+    computed when its reply is first needed, together with other tasks in flight.
 
     `fb.simulated_federation` puts it together with an executor and a federation.
 
@@ -79,6 +80,7 @@ class VirtualClock(Transport):
 
     ordered = True
     reads_own = True
+    has_links = True
 
     def __init__(
         self,

@@ -39,7 +39,11 @@ from tests.support.flower import (
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
-SHARED_LOWER_LEVEL = [name for name in NAMES if "shared" in algorithms.get(name).lower_levels]
+SHARED_LOWER_LEVEL = [
+    name
+    for name in NAMES
+    if "shared" in algorithms.get(name).lower_levels and algorithms.get(name).has_server
+]
 
 
 @pytest.mark.parametrize("name", SHARED_LOWER_LEVEL)
@@ -67,6 +71,13 @@ def test_every_method_moves_as_in_simulation(name: str) -> None:
     losses = real.fed.transport.losses(*real.state[:2])
     expected_losses = simulated.fed.transport.losses(*simulated.state[:2])
     assert losses == pytest.approx(expected_losses, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["dsbo", "prometheus"])
+def test_a_method_without_a_server_is_refused_before_the_first_round(name: str) -> None:
+    config = resolve_config({**QUADRATIC, "algorithm": {"name": name}})
+    with pytest.raises(ValueError, match=f"{name} has no server: .* run in simulations"):
+        real_federation(FakeGrid(4), config)
 
 
 def test_weights_by_samples_and_epochs_use_what_the_clients_report() -> None:
