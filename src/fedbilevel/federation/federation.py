@@ -449,7 +449,7 @@ class Federation:
             ...     summed = False
             >>> phase = Hypergradients(neumann_lr=0.5, terms=3)
             >>> fed.local(phase, fed.sample(), **own)["h"]["x"].shape
-            torch.Size([4, 4])
+            torch.Size([4, 5])
             >>> fed.ledger.rounds, fed.ledger.totals()["bytes_up"]
             (0, 0)
         """
