@@ -181,7 +181,7 @@ def test_a_state_loads_into_the_users_module_with_all_that_was_not_split() -> No
         elif name.startswith("body.") and not name.endswith(("mean", "var", "tracked")):
             added = 1.0
         assert torch.equal(tensor, before[name] + added), name
-    with pytest.raises(ValueError, match=r"y\['head.bias'\] is missing"):
+    with pytest.raises(ValueError, match=r"y\['decoder.bias'\] is missing"):
         split.state_dict(x, {"head.weight": y["head.weight"]})
     wrong = {**y, "head.weight": torch.zeros(2, 3)}
     with pytest.raises(ValueError, match=r"has shape \(2, 3\); it must have \(3, 3\)"):

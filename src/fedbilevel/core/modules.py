@@ -67,7 +67,7 @@ class SplitModule(_Parts):
             True
         """
         for level, given, wanted in (("x", x, self.x), ("y", y, self.y)):
-            for name in given.keys() ^ wanted.keys():
+            for name in sorted(given.keys() ^ wanted.keys()):
                 problem = "is missing" if name in wanted else "is no parameter of this level"
                 raise ValueError(f"{level}[{name!r}] {problem}; it must have {', '.join(wanted)}")
             for name, tensor in wanted.items():

@@ -87,6 +87,7 @@ class Memories(MutableMapping[int, Memory]):
     def _reset(self) -> None:
         self.cached_bytes = 0
         self._cache: dict[int, Memory] = {}  # least recently used first
+        self._sizes: dict[int, int] = {}  # bytes of each cached memory
         self._unwritten: set[int] = set()  # clients whose cached memory is newer than the file's
         self._undo: dict[int, Memory] = {}  # what changed clients remembered at the latest mark
         self._file = RecordFile()
@@ -108,7 +109,9 @@ class Memories(MutableMapping[int, Memory]):
             memory = self._cache.pop(client)
             self._cache[client] = memory  # as the most recently used one
         elif file := self._file_with(client):
-            memory = pytree.tree_map(lambda tensor: tensor.to(self.device), file.read(client))
+            memory = file.read(client)
+            if self.device != "cpu":
+                memory = pytree.tree_map(lambda tensor: tensor.to(self.device), memory)
             self._put_in_cache(client, memory)
         else:
             raise KeyError(client)
@@ -124,7 +127,7 @@ class Memories(MutableMapping[int, Memory]):
             self._put_in_cache(client, memory)
         else:
             self._unwritten.discard(client)
-            self.cached_bytes -= nbytes(self._cache.pop(client, {}))
+            self._drop_from_cache(client)
 
     def __delitem__(self, client: int) -> None:
         if client not in self:
@@ -133,12 +136,18 @@ class Memories(MutableMapping[int, Memory]):
 
     def _put_in_cache(self, client: int, memory: Memory) -> None:
         """Make a client the most recently used one; write out others if the cache is full."""
-        self.cached_bytes += nbytes(memory) - nbytes(self._cache.pop(client, {}))
+        self._drop_from_cache(client)
         self._cache[client] = memory
+        self._sizes[client] = nbytes(memory)
+        self.cached_bytes += self._sizes[client]
         while self.cached_bytes > self.cache_bytes:
             oldest = next(iter(self._cache))
             self._write(oldest)
-            self.cached_bytes -= nbytes(self._cache.pop(oldest, {}))
+            self._drop_from_cache(oldest)
+
+    def _drop_from_cache(self, client: int) -> None:
+        self._cache.pop(client, None)
+        self.cached_bytes -= self._sizes.pop(client, 0)
 
     def mark(self) -> int:
         """Mark the present state, for `rollback`. Earlier marks become invalid.
@@ -359,7 +368,7 @@ class RecordFile:
         record = self.read_record(client)
         _, json_length, *_ = self._unpack_header(record)
         position = self.HEADER.size + json_length
-        structure, dtypes_and_shapes = json.loads(record[self.HEADER.size : position])
+        structure, dtypes_and_shapes = _parse(record[self.HEADER.size : position])
         tensors: dict[str, Tensor] = {}
         for name, (dtype_name, shape) in dtypes_and_shapes.items():
             dtype = getattr(torch, dtype_name)
@@ -380,6 +389,12 @@ class RecordFile:
     def _damaged(self) -> ValueError:
         name = self.path or "the temporary file of client memories"
         return ValueError(f"{name} is damaged: its contents do not match their digests")
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(structure: bytes) -> Any:
+    """Parse the structure of a memory, which most clients have in common; nobody may change it."""
+    return json.loads(structure)
 
 
 def encode_record(client: int, memory: Memory) -> bytes:
