@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
+from fedbilevel.algorithms.asfbo import Descend as AdaptiveDescend
 from fedbilevel.algorithms.simfbo import Descend, Local, SimFBO, State
+from fedbilevel.algorithms.unifbo import OwnMoves
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.federation import Federation
 from tests.support.conformance import build, case
@@ -173,6 +175,16 @@ def _own_steps(level: str) -> dict[str, Any]:
     return SETTINGS["simfbo"] if level == "y" else {"lr_x": 0.15}
 
 
+@pytest.mark.parametrize("name", ["asfbo", "unifbo"])
+def test_the_check_refuses_clients_that_do_not_move(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase = {"asfbo": AdaptiveDescend, "unifbo": OwnMoves}[name]
+    monkeypatch.setattr(phase, "own", lambda self, c: {})
+    with pytest.raises(AssertionError):
+        check_own_x(method(name, "x"), 100)
+
+
 def test_the_check_refuses_a_common_y() -> None:
     with pytest.raises(AssertionError):
         check_own_y(KeepsTheMean(**{**case("simfbo").settings, **_own_steps("y")}), 120)
@@ -259,6 +271,13 @@ def test_other_methods_refuse_and_name_those_that_can(name: str, level: str) -> 
     with pytest.raises(ValueError, match=sentence) as error:
         fb.algorithms.get(name)().check(task.problem, fb.Environment())
     assert "\n" not in str(error.value)
+
+
+def test_unifbo_does_not_take_projected_steps_on_what_clients_own() -> None:
+    task = client_owned("x")
+    problem = dataclasses.replace(task.problem, project_x=lambda x: x)
+    with pytest.raises(ValueError, match="owner gives 'x' to the clients, whose whitened steps"):
+        fb.solve(problem, task.clients, "unifbo", rounds=1)
 
 
 EVERYTHING = [(name, level) for level in ("x", "y") for name in owning(level)]

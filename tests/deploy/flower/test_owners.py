@@ -34,6 +34,7 @@ from tests.support.flower import (
 pytestmark = pytest.mark.usefixtures("in_process")
 
 METHODS = [("simfbo", "y"), ("afbo", "y"), ("rabo", "y"), ("simfbo", "x"), ("afbo", "x")]
+METHODS += [("unifbo", "x"), ("asfbo", "x")]
 
 
 def experiment(method: str, level: str) -> dict[str, Any]:
