@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.algorithms.shared import LowerGradient
+from fedbilevel.core.nests import unflatten
 from fedbilevel.core.precision import products_in
 from fedbilevel.core.rng import normal, root
 from fedbilevel.core.tree import flatten
@@ -108,12 +108,12 @@ def imitate_capture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     versions = []
 
     def run_capturing(
-        self: CudaGraphs, _: str, version: str, __: Any, program: Any, leaves: Any, spec: Any
+        self: CudaGraphs, _: str, version: str, __: Any, program: Any, leaves: Any, form: Any
     ) -> Any:
         versions.append(version)
         self.capturing = True
         try:
-            return program(pytree.tree_unflatten(leaves, spec))
+            return program(unflatten(leaves, form))
         finally:
             self.capturing = False
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import fedbilevel as fb
 from fedbilevel import algorithms
+from fedbilevel.core.nests import unflatten
 from fedbilevel.core.rng import fold_in, normal, root, uniform
 from fedbilevel.core.submodels import Submodel
 from fedbilevel.core.tree import Tree, dot
@@ -36,9 +37,9 @@ def disable_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run programs as they are instead of capturing them as CUDA graphs."""
 
     def run(
-        self: CudaGraphs, _: str, __: str, ___: Any, program: Any, leaves: Any, spec: Any
+        self: CudaGraphs, _: str, __: str, ___: Any, program: Any, leaves: Any, form: Any
     ) -> Any:
-        return program(pytree.tree_unflatten(leaves, spec))
+        return program(unflatten(leaves, form))
 
     monkeypatch.setattr(CudaGraphs, "run", run)
 

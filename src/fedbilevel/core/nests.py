@@ -18,6 +18,7 @@ Nested = Any  # tensors in any nest of tuples, dicts and trees
 Form = Hashable  # what is left of a nest without its leaves; equal for nests of equal structure
 
 LEAF = None
+LEAF_TYPES = (Tensor, int, float, bool, str)
 
 
 def flatten(nested: Nested) -> tuple[list[Tensor], Form]:
@@ -64,7 +65,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], nested: Nested) -> Nested:
 
 def _flatten(nested: Nested, leaves: list[Tensor]) -> Form:
     kind = type(nested)
-    if kind is Tensor:
+    if kind in LEAF_TYPES:
         leaves.append(nested)
         return LEAF
     if kind is Tree:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from fedbilevel.core.nests import Form, flatten, unflatten
 
 log = logging.getLogger("fedbilevel")
 
@@ -29,7 +30,7 @@ class CapturedProgram(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     outputs: list[Tensor]
-    output_spec: pytree.TreeSpec
+    output_form: Form
     plain_result: object
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
@@ -38,7 +39,7 @@ class CapturedProgram(NamedTuple):
         self.graph.replay()
         results = [torch.empty_like(output) for output in self.outputs]
         _copy(results, self.outputs)
-        return pytree.tree_unflatten(results, self.output_spec)
+        return unflatten(results, self.output_form)
 
 
 class CudaGraphs:
@@ -72,7 +73,7 @@ class CudaGraphs:
         addresses: Hashable,
         program: Program,
         leaves: Sequence[Leaf],
-        spec: pytree.TreeSpec,
+        form: Form,
     ) -> tuple[Any, Any]:
         """Run a program from its graph, which is captured if there is none yet.
 
@@ -82,16 +83,16 @@ class CudaGraphs:
             addresses: Of the tensors that the program reads beside its inputs.
             program: The program.
             leaves: Its inputs, flattened.
-            spec: Their structure.
+            form: Their form.
         """
         key = (name, addresses)
         if key not in self.captured or self._versions[key] != version:
             self.captured.pop(key, None)  # its memory is free before the other version takes some
             self._versions[key] = version
-            self._capture(key, program, leaves, spec)
+            self._capture(key, program, leaves, form)
         captured = self.captured[key]
         if captured is None:
-            return program(pytree.tree_unflatten(leaves, spec))
+            return program(unflatten(leaves, form))
         tensors = _tensors(leaves)
         if self._busy is None:
             return captured.replay(tensors), captured.plain_result
@@ -127,15 +128,13 @@ class CudaGraphs:
             self._streams.append(torch.cuda.Stream())
         return busy.setdefault(key, self._streams[len(busy)])
 
-    def _capture(
-        self, key: Hashable, program: Program, leaves: Sequence[Leaf], spec: pytree.TreeSpec
-    ) -> None:
+    def _capture(self, key: Hashable, program: Program, leaves: Sequence[Leaf], form: Form) -> None:
         if len(self.captured) >= MAX_GRAPHS:
             oldest = next(iter(self.captured))
             del self.captured[oldest]
         self.capturing = True
         try:
-            self.captured[key] = capture(program, leaves, spec)
+            self.captured[key] = capture(program, leaves, form)
         except RuntimeError as error:
             log.info("a task is not captured: %s", str(error).strip().split("\n")[0])
             self.captured[key] = None
@@ -143,10 +142,10 @@ class CudaGraphs:
             self.capturing = False
 
 
-def capture(program: Program, leaves: Sequence[Leaf], spec: pytree.TreeSpec) -> CapturedProgram:
+def capture(program: Program, leaves: Sequence[Leaf], form: Form) -> CapturedProgram:
     """Capture the kernels of a program on copies of its inputs."""
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    inputs = pytree.tree_unflatten(copies, spec)
+    inputs = unflatten(copies, form)
     torch.cuda.synchronize()
     # Libraries create workspaces and handles at first use, which is not allowed while capturing.
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -155,8 +154,8 @@ def capture(program: Program, leaves: Sequence[Leaf], spec: pytree.TreeSpec) -> 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs, plain_result = program(inputs)
-    output_leaves, output_spec = pytree.tree_flatten(outputs)
-    return CapturedProgram(graph, _tensors(copies), output_leaves, output_spec, plain_result)
+    output_leaves, output_form = flatten(outputs)
+    return CapturedProgram(graph, _tensors(copies), output_leaves, output_form, plain_result)
 
 
 def signature(leaves: Sequence[Leaf]) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core import ranks
 from fedbilevel.core.devices import constant, to_device
+from fedbilevel.core.nests import flatten
 from fedbilevel.core.precision import Compile, Precision, products_in
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.core.rng import fold_in
@@ -307,9 +308,9 @@ class StackedExecutor(Executor):
         Uses are counted in the checkpoint, so that a resumed run captures and compiles the same
         tasks at the same uses.
         """
-        leaves, spec = pytree.tree_flatten(inputs)
+        leaves, form = flatten(inputs)
         structure = program.broadcast.phase.structure
-        name = self.step_runner.name((structure, "task", spec, signature(leaves)))
+        name = self.step_runner.name((structure, "task", form, signature(leaves)))
         uses = self.step_runner.count_use(name)
         if uses <= CAPTURE_FROM:
             return program(inputs)
@@ -321,7 +322,7 @@ class StackedExecutor(Executor):
 
         version = "compiled" if self.step_runner.compiling else ""
         addresses = self.sample_store.addresses()
-        return self.graphs.run(name, version, addresses, with_fast_convolutions, leaves, spec)
+        return self.graphs.run(name, version, addresses, with_fast_convolutions, leaves, form)
 
     def _is_compiled(self, uses: int, inputs: StackInputs) -> bool:
         if self.compile != "auto":
