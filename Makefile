@@ -7,7 +7,7 @@ ifneq ($(wildcard ../shared/data),)
 export FEDBILEVEL_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: install demo test lint format bench soak docs lock verify-lock clean
+.PHONY: install demo test lint format bench soak docs package lock verify-lock clean
 
 install: $(STAMP)
 
@@ -48,6 +48,10 @@ soak: install
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
+# Wheel and sdist, tried out in a new environment without this repository.
+package: install
+	$(PYTHON) tools/package.py
 
 # Pins what is installed here, with hashes; `make install` takes the newest versions that fit.
 lock: install
