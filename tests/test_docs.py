@@ -73,3 +73,19 @@ def test_the_pages_on_papers_and_other_code_name_tests_that_exist() -> None:
     assert len(claims) > 50
     assert [row[0] for row in claims if not re.search(r"`test_|^ reading", row[2])] == []
     assert {len(row) for row in rows} == {2, 4}, "a bar within a cell must be written \\|"
+
+
+def test_every_decision_has_a_number_of_its_own_and_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    numbers: list[int] = []
+    for page in sorted(folder.glob("*.md")):
+        headings = [int(n) for n in re.findall(r"^## (\d+)\.", page.read_text(), re.MULTILINE)]
+        numbers += headings
+        row = re.search(
+            rf"^\| \[[^|]*\]\({page.name}\) \|[^|]*\| ([\d, ]+) \|$", index, re.MULTILINE
+        )
+        listed = [] if row is None else [int(n) for n in row[1].split(", ")]
+        assert sorted(listed) == sorted(headings), page.name
+    assert len(set(numbers)) == len(numbers), "two decisions share a number"
+    assert f"The next free number is {max(numbers) + 1}." in index
