@@ -244,8 +244,7 @@ def summary(args: argparse.Namespace, output: Output) -> None:
             row["random"] = len(randoms)
             row["best gain of random"] = max(1 - r[loss] / base for r in randoms)
         output.say(part="summary", size=args.size, loss=loss, **row)
-    runs = [learnt, *(fixed[name] for name in ("mean", "final") if name in fixed)]
-    tokens = sum(run["tokens"] for run in runs) / uniform_row["tokens"]
+    tokens = 1 + learnt["tokens"] / uniform_row["tokens"]  # to learn, and to train with the result
     shuffled = OWNERS.index("shuffled:torch")
     output.say(
         part="summary",
@@ -295,14 +294,14 @@ def gpt2(args: argparse.Namespace, output: Output) -> None:
         tokens = torch.randint(symbols, (32, length + 1), generator=generator) // (number + 1)
         clients.append(fb.ClientData((tokens, torch.full((32,), number)), (tokens[:8],)))
     methods = {
-        "fedadam": (fb.algorithms.FedAdam(train="y"), 40),
+        "fedavg": (fb.algorithms.FedAvg(train="y"), 60),
         "memfbo": (
             fb.algorithms.MemFBO(
                 server_lr_x=0.003, server_lr_y=1e-3, server_lr_u=1e-3, adaptive=True
             ),
             200,
         ),
-        "fedavg": (fb.algorithms.FedAvg(train="y"), 40),
+        "fedadam": (fb.algorithms.FedAdam(train="y"), 60),
     }
     for name, (method, rounds) in methods.items():
         rounds = min(rounds, args.rounds)
@@ -314,14 +313,14 @@ def gpt2(args: argparse.Namespace, output: Output) -> None:
             fb.Environment(batch_size=4),
             device=args.device,
             precision=args.precision,
-            mode="loop",
+            mode=args.mode,
         )
         job = fb.Run(method, federation, {"rounds": rounds})
-        for _ in range(3):
+        done = min(10, rounds - 1)  # in which a captured step is captured
+        for _ in range(done):
             job.advance()
-        done = 3
         while done < rounds and not output.is_late():
-            count = min(40, rounds - done)
+            count = min(50, rounds - done)
             synchronize(args.device)
             began = time.perf_counter()
             for _ in range(count):
@@ -332,6 +331,7 @@ def gpt2(args: argparse.Namespace, output: Output) -> None:
             output.say(
                 part="gpt2",
                 method=name,
+                mode=args.mode,
                 base=base,
                 adapters=y.numel,
                 rounds=done,
