@@ -136,6 +136,9 @@ def with_suffixes(name: str, values: Mapping[str, float]) -> dict[str, float]:
         name: The metric.
         values: What `distribution` returned.
 
+    Returns:
+        Numbers by name.
+
     Examples:
         >>> with_suffixes("accuracy", {"mean": 0.5, "worst": 0.1})
         {'accuracy': 0.5, 'accuracy_worst': 0.1}
