@@ -26,6 +26,9 @@ def snippets(page: Path) -> list[str]:
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fb.algorithms.registry, "_registry", dict(fb.algorithms.registry._registry))
+    if page.name == "README.md":
+        rows = [f"{30 + row},{'ab'[row % 2]},{row % 3 == 0},{row > 20}\n" for row in range(40)]
+        (tmp_path / "patients.csv").write_text("age,hospital,checked,ill\n" + "".join(rows))
     names: dict[str, Any] = {"__name__": "__main__"}
     for snippet in snippets(page):
         exec(compile(snippet, str(page), "exec", dont_inherit=True), names)

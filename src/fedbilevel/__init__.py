@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fedbilevel.data.clients import clients as clients
     from fedbilevel.diagnostics.check import check as check
     from fedbilevel.diagnostics.value import value as value
+    from fedbilevel.estimators.linear_model import linear_model as linear_model
     from fedbilevel.estimators.logistic import FederatedLogistic as FederatedLogistic
     from fedbilevel.federation import delays as delays
     from fedbilevel.federation import stages as stages
@@ -79,6 +80,7 @@ _HOMES = {
     "finite_difference": "core.hypergradient:finite_difference",
     "hypergradient": "core.hypergradient:hypergradient",
     "linear": "core.linear",
+    "linear_model": "estimators.linear_model:linear_model",
     "load_run": "runs.load:load_run",
     "nets": "nets",
     "schedules": "core.schedules",

@@ -256,3 +256,36 @@ def test_a_csv_file_with_a_site_column_becomes_a_federation(tmp_path: Path) -> N
     method = fb.algorithms.SimFBO(lr_y=1.0, server_lr_y=1.0, lr_x=0.5, server_lr_x=0.5)
     result = fb.solve(problem, found, method, rounds=100)
     assert result.history[-1]["upper_loss"] < 0.45 < result.history[0]["upper_loss"]
+
+
+CHECKED = [True, False, True, False, False, False, False, True]  # a row of each hospital at least
+
+
+def test_trusted_rows_are_the_validation_rows() -> None:
+    options: dict[str, Any] = {"by": "hospital", "target": "sick", "standardise": False}
+    frame = pd.DataFrame(TABLE).assign(checked=CHECKED)
+    by_column = fb.clients(frame, **options, validation="checked", test=0.1)
+    by_row = fb.clients(TABLE, **options, validation=np.array(CHECKED), test=0.1)
+    assert by_column.features == by_row.features == ["age", "sex=f", "sex=m", "visits"]
+    for found in (by_column, by_row):
+        assert found.rows() == [("a", 2, 1), ("b", 1, 2)]
+        ages = [client.val[0][:, 0].tolist() for client in found]  # type: ignore[index]
+        assert ages == [[44.0], [50.0, 33.0]]
+        assert found.test is not None
+        rest = [age for age, trusted in zip(TABLE["age"], CHECKED, strict=True) if not trusted]
+        train = [age for client in found for age in client.train[0][:, 0].tolist()]  # type: ignore[index]
+        assert sorted([*train, *found.test[0][:, 0].tolist()]) == sorted(rest)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"validation": "sex"}, "validation is 'sex' and holds 'f', 'm'; it must hold truth"),
+        ({"validation": [True] + [False] * 7}, "client 'a' has no trusted rows"),
+        ({"validation": [True] * 8}, "client 'a' has 0 rows that are not trusted; it needs at l"),
+        ({"validation": CHECKED, "group": list("abababab")}, "the same for all rows of a group"),
+    ],
+)
+def test_trusted_rows_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fb.clients(TABLE, by="hospital", target="sick", **options)

@@ -57,6 +57,17 @@ def test_a_site_with_random_labels_gets_the_least_weight(fitted: fb.FederatedLog
     assert same.fit(hospitals()).site_weights_.tolist() == pytest.approx([1 / 6] * 6)
 
 
+def test_trusted_rows_are_marked_by_a_column() -> None:
+    frame = hospitals()
+    checked = np.arange(600) // 6 % 3 == 0
+    model = fb.FederatedLogistic(by="hospital", target="ill", validation="checked", rounds=5)
+    model.fit(frame.assign(checked=checked))
+    assert model.feature_names_ == ["age", "dose", "sex=f", "sex=m", "noise"]
+    assert len(model.predict(frame)) == 600
+    with pytest.raises(ValueError, match="client '5' has no trusted rows"):
+        model.fit(frame.assign(checked=checked & (frame["hospital"] < 5)))
+
+
 def test_coefficients_are_in_the_units_of_the_columns(fitted: fb.FederatedLogistic) -> None:
     assert fitted.feature_names_ == ["age", "dose", "sex=f", "sex=m", "noise"]
     age, dose, woman, man, noise = fitted.coef_[0]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 QUANTILES = 10  # of a target that is a number, in a picture
 INCHES_PER_CLIENT = 0.28
+DEFAULT_VALIDATION = 0.25  # the fraction of each client's rows
 
 
 class Clients(Sequence[ClientData]):
@@ -184,7 +185,7 @@ def clients(
     count: int | None = None,
     alpha: float | None = None,
     per_client: int | None = None,
-    validation: float = 0.25,
+    validation: Any = DEFAULT_VALIDATION,
     test: float = 0.0,
     missing: Missing = "refuse",
     standardise: bool = True,
@@ -212,7 +213,9 @@ def clients(
         count: The number of clients of a partition.
         alpha: The concentration of "dirichlet" and "quantity".
         per_client: The shards per client of "shards".
-        validation: The fraction of each client's rows (or groups) that the upper level uses.
+        validation: The rows that the upper level uses: the fraction of each client's rows (or
+            groups), or, where certain rows are trusted, the name of a column of truth values, or
+            one truth value per row.
         test: The fraction of each client's rows (or groups) that no client gets.
         missing: What happens to missing values in features: "refuse" them, "drop" the rows, or
             "impute" the mean, for categories one of their own. In `target`, `by` and `group` they
@@ -236,13 +239,15 @@ def clients(
         >>> fb.clients(table, count=3, target="sick").features
         ['age', 'sex=f', 'sex=m']
     """
-    _check_dealing(by, count, test, validation)
+    rows_given = None if isinstance(validation, (int, float)) else validation
+    fraction = validation if rows_given is None else DEFAULT_VALIDATION
+    _check_dealing(by, count, test, fraction)
     inputs, table, target = _read(data, target)
     special = {"target": column_of(table, "target", target, "target")}
-    for argument, given in (("by", by), ("group", group)):
+    for argument, given in (("by", by), ("group", group), ("validation", rows_given)):
         if given is not None:
             special[argument] = column_of(table, argument, given, argument)
-    used = {given for given in (target, by, group) if isinstance(given, str)}
+    used = {given for given in (target, by, group, rows_given) if isinstance(given, str)}
     chosen = _chosen_columns(table, features, used, inputs)
     rows = _complete_rows(table.rows, chosen, special, missing)
     special = {argument: values[rows] for argument, values in special.items()}
@@ -268,10 +273,15 @@ def clients(
             partition, targets, count or 1, seed, inputs=shifted, **given_options
         )
         names = [f"client {number}" for number in range(len(parts))]
+    is_trusted = None
+    if "validation" in special:
+        is_trusted = _truth_values(special["validation"], validation)
     sides = []
     for number, part in enumerate(parts):
         own = special["group"][part] if group is not None else part
-        sides.append(_split(part, own, validation, test, seed, number, names[number]))
+        trusted = None if is_trusted is None else is_trusted[part]
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
+        sides.append(_split(part, own, fraction, trusted, test, rng, names[number]))
     columns = None
     if inputs is None:
         columns = Columns(missing, standardise)
@@ -373,27 +383,53 @@ def _natural_parts(sites: NDArray[Any]) -> tuple[list[NDArray[np.int64]], list[s
     return parts, [str(name) for name in found]
 
 
+def _truth_values(values: NDArray[Any], validation: object) -> NDArray[np.bool_]:
+    """Return which rows are trusted."""
+    found = {*values.tolist()}
+    if not found <= {0, 1}:  # False and True are equal to them
+        name = repr(validation) if isinstance(validation, str) else "given for each row"
+        shown = ", ".join(sorted(map(repr, found))[:3])
+        raise ValueError(
+            f"validation is {name} and holds {shown}; it must hold truth values, or 0 and 1"
+        )
+    return values.astype(np.bool_)
+
+
 def _split(
     part: NDArray[np.int64],
     own: NDArray[Any],
     validation: float,
+    trusted: NDArray[np.bool_] | None,
     test: float,
-    seed: int,
-    number: int,
+    rng: np.random.Generator,
     name: str,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Split the rows of one client by group into training, validation and test rows."""
     _, groups = np.unique(own, return_inverse=True)
     units = groups.max() + 1
-    needed = 3 if test else 2
-    if units < needed:
-        what = "rows" if units == len(part) else "groups of rows"
-        raise ValueError(f"client {name!r} has {units} {what}; it needs at least {needed}")
-    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-    order = rng.permutation(units)
-    tested = max(1, round(test * units)) if test else 0
-    validated = min(max(1, round(validation * units)), units - tested - 1)
+    what = "rows" if units == len(part) else "groups of rows"
     role = np.zeros(units, dtype=np.int64)
+    validated = max(1, round(validation * units))
+    if trusted is not None:
+        validated = 0
+        role[groups[trusted]] = 1
+        if not np.array_equal(role[groups] == 1, trusted):
+            raise ValueError(
+                f"client {name!r} has a group with trusted rows and others; "
+                "validation must be the same for all rows of a group"
+            )
+        if not trusted.any():
+            raise ValueError(f"client {name!r} has no trusted rows; it needs at least 1")
+    free = np.flatnonzero(role == 0)
+    tested = max(1, round(test * units)) if test else 0
+    needed = 1 + min(validated, 1) + min(tested, 1)
+    if len(free) < needed:
+        if trusted is not None:
+            what += " that are not trusted"
+        raise ValueError(f"client {name!r} has {len(free)} {what}; it needs at least {needed}")
+    order = free[rng.permutation(len(free))]
+    tested = min(tested, len(free) - needed + 1)
+    validated = min(validated, len(free) - tested - 1)
     role[order[:tested]] = 2
     role[order[tested : tested + validated]] = 1
     roles = role[groups]

@@ -197,7 +197,8 @@ def value(
         groups: The entry of the validation data, which are then dicts of tensors, whose equal
             numbers mark samples of one person; they are resampled together. None: every sample is
             a person.
-        names: The name of each client; by default "client 0", "client 1", ...
+        names: The name of each client; by default that which `fb.clients` gave it, else "client 0",
+            "client 1", ...
         resamples: How many resamples of the trusted people are drawn.
         level: The probability that all intervals together cover.
         leave_one_out: Whether to solve the lower level once more without each client, as a check.
@@ -265,6 +266,8 @@ def value(
         fed = federation
     n = len(fed)
     everyone = list(range(n))
+    if names is None:
+        names = getattr(clients, "names", None)
     if names is not None and len(names) != n:
         raise ValueError(f"names has {len(names)} entries; there are {n} clients")
     before = fed.ledger.rounds

@@ -1,20 +1,11 @@
 """A federated logistic regression that learns its penalties and how much each site counts.
 
-lower: cross-entropy on the training rows of the sites, weighted by site,
-    + 1/2 sum_j exp(x_j) ||W_j||^2,
-upper: cross-entropy on their validation rows, with y = (W, intercept).
-
-W_j are the weights of feature j, and x holds the logarithm of one penalty per feature and, with
-several sites, one weight per site on the simplex (`fb.weighted`).
-
-References:
-    Larsen, Hansen, Svarer, Ohlsson, "Design and regularization of neural networks: the optimal use
-    of a validation set", 1996.
+The problem is that of `fb.linear_model`, with one weight per site on the simplex (`fb.weighted`) if
+there are several sites.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Self
@@ -26,19 +17,14 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
-from torch import Tensor
-from torch.nn import functional as F
 
-from fedbilevel.core.problem import ClientData, Problem
-from fedbilevel.core.tree import Tree
+from fedbilevel.core.problem import ClientData
 from fedbilevel.core.weighting import WEIGHTS, weighted
 from fedbilevel.data.clients import Clients, clients
 from fedbilevel.data.frames import Missing
 from fedbilevel.diagnostics.check import check
+from fedbilevel.estimators.linear_model import linear_model
 from fedbilevel.runs.solver import solve
-
-PENALTY_BOUNDS = (1e-4, 1.0)
-START_PENALTY = 1e-2
 
 Array = NDArray[np.float64]
 
@@ -55,7 +41,8 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         features: The columns that become features; by default all others.
         group: The column of what rows belong together, such as the person.
         weigh_sites: Whether weights of the sites are learnt; otherwise all count the same.
-        validation: The fraction of each site's rows that the upper level uses.
+        validation: The rows that the upper level uses: a fraction of each site's rows, or the
+            column that says which are trusted; see `fb.clients`.
         missing: What happens to missing values: "refuse", "drop" or "impute"; see `fb.clients`.
         rounds: The number of communication rounds.
         random_state: The seed of the split.
@@ -90,7 +77,7 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         features: Sequence[str] | None = None,
         group: str | None = None,
         weigh_sites: bool = True,
-        validation: float = 0.25,
+        validation: float | str = 0.25,
         missing: Missing = "refuse",
         rounds: int = 200,
         random_state: int = 0,
@@ -158,7 +145,7 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _solve(self, federation: Clients) -> None:
         """Learn penalties and weights of sites, and set the attributes of the fit."""
-        problem = _problem(len(federation.features), len(self.classes_))
+        problem = linear_model(federation)
         data: Sequence[ClientData] = list(federation)
         if self.weigh_sites and len(data) > 1:
             problem, data = weighted(problem, data)
@@ -235,24 +222,3 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         scores = self.decision_function(X)
         best = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)
         return np.asarray(self.classes_[best])
-
-
-def _problem(features: int, classes: int) -> Problem:
-    low, high = (math.log(bound) for bound in PENALTY_BOUNDS)
-
-    def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, label = batch
-        return F.cross_entropy(inputs @ y["weight"] + y["intercept"], label)
-
-    def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
-        penalty = x["log_penalty"].exp() @ (y["weight"] ** 2).sum(1)
-        small = PENALTY_BOUNDS[0] * (y["intercept"] ** 2).sum()  # its sum is free otherwise
-        return upper(x, y, batch) + 0.5 * (penalty + small)
-
-    return Problem(
-        upper=upper,
-        lower=lower,
-        x={"log_penalty": torch.full((features,), math.log(START_PENALTY))},
-        y={"weight": torch.zeros(features, classes), "intercept": torch.zeros(classes)},
-        project_x=lambda x: Tree(log_penalty=x["log_penalty"].clamp(low, high)),
-    )
