@@ -16,6 +16,7 @@ from fedbilevel.algorithms.simfbo import Descend, Local, SimFBO, State
 from fedbilevel.algorithms.unifbo import OwnMoves
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.federation import Federation
+from fedbilevel.runs.run import Run
 from tests.support.conformance import build, case
 from tests.support.owners import (
     client_owned,
@@ -108,6 +109,27 @@ def check_own_x(algorithm: Any, rounds: int, tolerance: float = 1e-6, **options:
 @pytest.mark.parametrize("name", owning("y"))
 def test_own_y_ends_in_the_closed_form(name: str) -> None:
     check_own_y(method(name, "y"), ROUNDS.get(name, 130), case(name).tolerance)
+
+
+def test_aggitd_with_own_y_has_the_mean_of_the_true_hypergradient() -> None:
+    """Its draws Q make each step on x random, and only their mean has a closed form.
+
+    y_i goes to y_i*(0) in the first iteration, x hardly moves, and the others take every Q once.
+    """
+    N = 14
+    task = client_owned("y")
+    method = build("aggitd", lr_x=1e-9, lr_y=0.9, inner_rounds=N, lower_steps=2, upper_steps=1)
+    fed = fb.simulated_federation(task.problem, task.clients, weights=WEIGHTS)
+    draws = iter([0, *range(N + 1)])
+    fed.draw = lambda count: next(draws)  # type: ignore[method-assign]
+    run = Run(method, fed, {})
+    run.advance()
+    start = run.state.x["x"]
+    for _ in range(N + 1):
+        run.advance()
+    mean = (start - run.state.x["x"]) / (1e-9 * (N + 1))
+    expected = own_y_gradient(task, torch.zeros(5, dtype=torch.float64), WEIGHTS)
+    assert (mean - expected).norm() < 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("name", owning("x"))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Message, RecordDict
+from flwr.common.serde import recorddict_to_proto
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,6 +21,7 @@ from fedbilevel.deploy.flower._replies import read_metrics
 from fedbilevel.deploy.flower.transport import FlowerTransport
 from fedbilevel.deploy.flower.wire import decode
 from fedbilevel.execution.memories import OWN
+from fedbilevel.experiments.runner import load_task
 from tests.support.flower import (
     HYPER_REPRESENTATION,
     FakeGrid,
@@ -85,6 +87,63 @@ def test_nodes_compute_as_a_simulation_and_send_nothing_of_their_own(
     assert measured == pytest.approx(losses, abs=1e-12)
     with pytest.raises(LookupError, match="the own model of client 1 is with it"):
         run.result.personal(1)
+
+
+@pytest.mark.parametrize("method", ["simfbo", "afbo"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"name": "hyper-cleaning", "clients": 3, "samples": 84},
+        {**HYPER_REPRESENTATION, "hidden": 5},
+    ],
+)
+def test_no_byte_of_what_clients_own_is_in_a_message(task: dict[str, Any], method: str) -> None:
+    """Neither a tensor shaped like x_i or y_i nor four of its numbers in a row, in any message."""
+    table = {"task": {**task, "owner": "client"}, "data": {"name": "digits"}}
+    steps = {"lr_x": 0.7, "lr_y": 0.3, "lr_z": 0.3}
+    environment = {"local_steps": 2}
+    algorithm = {"name": method, **steps}
+    config = resolve_config(
+        {**table, "algorithm": algorithm, "environment": environment, "rounds": 3, "every": 1}
+    )
+    grid = FakeGrid(3)
+    messages: list[RecordDict] = []
+
+    def record(message: Message, handle: Handler) -> Message:
+        reply = handle(message)
+        messages.extend([message.content, reply.content])
+        for content in messages[-2:]:
+            shapes = {tuple(leaf.shape) for leaf in tensors(decode(content))}
+            assert not shapes & own_shapes
+            assert not any(numbers in serialized(content) for numbers in own_numbers())
+        return reply
+
+    def own_numbers() -> list[bytes]:
+        """The first four numbers of every tensor that a client has kept so far."""
+        found = []
+        for _, worker in client._workers.values():
+            for tree in worker._load_memory(client.NO_TASK).get(OWN, {}).values():
+                found += [leaf.flatten()[:4].numpy().tobytes() for leaf in tree.values()]
+        return [numbers for numbers in found if any(numbers)]
+
+    problem = load_task(config).problem
+    owned = problem.x if problem.client_levels == ("x",) else problem.y
+    own_shapes = {tuple(tensor.shape) for tensor in owned.values()}
+    for node in grid.nodes:
+        grid.behaviours[node] = record
+    fed, run = real_federation(grid, config)
+    list(run)
+    transport = fed.transport
+    assert isinstance(transport, FlowerTransport)
+    transport.farewell("completed", run.result.x, run.result.y)
+    assert len(own_numbers()) >= 3
+    shared = {**run.result.x, **run.result.y}
+    last = next(iter(shared.values())).flatten()[-4:].numpy().tobytes()
+    assert any(last in serialized(content) for content in messages), "the check sees nothing"
+
+
+def serialized(content: RecordDict) -> bytes:
+    return recorddict_to_proto(content).SerializeToString()
 
 
 @pytest.mark.parametrize("method", ["simfbo", "ditto"])
