@@ -43,7 +43,7 @@ def test_each_step_size_is_multiplied_by_the_scale_of_its_level_and_nothing_else
 ) -> None:
     config = resolve(name)
     scaled = scale_step_sizes(config, Scales(2.0, 0.5)).table
-    factors = {"x": 2.0, "y": 0.5, "z": 0.5, "neumann": 0.5}
+    factors = {"x": 2.0, "y": 0.5, "z": 0.5, "u": 0.5, "neumann": 0.5}
     settings = config.table["algorithm"]
     for key, value in settings.items():
         words = key.split("_")

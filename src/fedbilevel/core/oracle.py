@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core.derivatives import grad, unfused_kernels, vjp, vmap
+from fedbilevel.core.micro_batches import in_parts, is_split
 from fedbilevel.core.problem import Batch, Data, Problem, named_tensors, repack
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import Tree, dot, flatten, nbytes, norm, unflatten
@@ -118,7 +119,9 @@ class Oracle:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.gradients = 0
+        self.factors = (1.0, 1.0)  # of the lower and the upper loss, on a part of a batch
 
+    @in_parts
     def upper(self, x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
         """The upper loss f(x, y).
 
@@ -132,8 +135,10 @@ class Oracle:
         """
         if isinstance(batch, EmbeddedBatch):
             batch = batch.rebuild(batch.features)
-        return self.problem.upper(x, y, self._data(x, batch, UPPER), self._key(batch, UPPER))
+        value = self.problem.upper(x, y, self._data(x, batch, UPPER), self._key(batch, UPPER))
+        return self._of_part(value, UPPER)
 
+    @in_parts
     def lower(self, x: Tree, y: Tree, batch: AnyBatch) -> Tensor:
         """The lower loss g(x, y).
 
@@ -147,7 +152,8 @@ class Oracle:
         """
         if isinstance(batch, EmbeddedBatch):
             batch = batch.rebuild(batch.features)
-        return self.problem.lower(x, y, self._data(x, batch, LOWER), self._key(batch, LOWER))
+        value = self.problem.lower(x, y, self._data(x, batch, LOWER), self._key(batch, LOWER))
+        return self._of_part(value, LOWER)
 
     def kernels(self) -> AbstractContextManager[None]:
         """A context in which losses are evaluated whose gradients are differentiated again.
@@ -182,9 +188,10 @@ class Oracle:
             batch: The batch to embed.
 
         Returns:
-            The embedded batch, or `batch` itself if the problem has no `embed`.
+            The embedded batch, or `batch` itself if the problem has no `embed`, or if derivatives
+            on it are evaluated in parts.
         """
-        if self.problem.embed is None:
+        if self.problem.embed is None or is_split(batch, self.problem.micro_batch):
             return batch
         spec: pytree.TreeSpec
         is_feature: list[bool] = []
@@ -206,6 +213,7 @@ class Oracle:
         features, pullback, others = vjp(features_of, x)
         return EmbeddedBatch(batch, features, rebuild, pullback)
 
+    @in_parts
     def directions(
         self, x: Tree, y: Tree, z: Tree, batch: Batch, damping: float = 0.0
     ) -> Directions:
@@ -260,6 +268,7 @@ class Oracle:
             d_z = -minus_d_z
         return Directions(d_x, d_y, d_z)
 
+    @in_parts
     def penalty_directions(
         self, x: Tree, y: Tree, u: Tree, batch: Batch, penalty: float
     ) -> PenaltyDirections:
@@ -318,6 +327,7 @@ class Oracle:
         d_x, by_y, by_u = grad(lagrangian, argnums=(0, 1, 2))(x, y, u)
         return PenaltyDirections(d_x, -by_y / penalty, by_u / penalty)
 
+    @in_parts
     def lower_gradient_y(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """grad_y g. Costs 1 gradient.
 
@@ -332,6 +342,7 @@ class Oracle:
         self.gradients += 1
         return grad(self.lower, argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
+    @in_parts
     def lower_gradients(self, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """grad_x g and grad_y g from one pass. Costs 1 gradient.
 
@@ -346,6 +357,7 @@ class Oracle:
         self.gradients += 1
         return self._gradients(self.lower, x, y, batch)
 
+    @in_parts
     def upper_gradients(self, x: Tree, y: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """grad_x f and grad_y f from one pass. Costs 1 gradient.
 
@@ -360,6 +372,7 @@ class Oracle:
         self.gradients += 1
         return self._gradients(self.upper, x, y, batch)
 
+    @in_parts
     def upper_gradient_x(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """grad_x f. Costs 1 gradient.
 
@@ -374,6 +387,7 @@ class Oracle:
         self.gradients += 1
         return self._gradient_x(self.upper, x, y, batch)
 
+    @in_parts
     def upper_gradient_y(self, x: Tree, y: Tree, batch: AnyBatch) -> Tree:
         """grad_y f. Costs 1 gradient.
 
@@ -388,6 +402,7 @@ class Oracle:
         self.gradients += 1
         return grad(self.upper, argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
+    @in_parts
     def hessian_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> Tree:
         """The Hessian product d2yy g v. Costs 2 gradients.
 
@@ -417,6 +432,7 @@ class Oracle:
         self.gradients += 2
         return grad(self._lower_slope(v), argnums=1)(x, y, batch)  # type: ignore[no-any-return]
 
+    @in_parts
     def lower_gradient_and_product(
         self, x: Tree, y: Tree, v: Tree, batch: AnyBatch
     ) -> tuple[Tree, Tree]:
@@ -482,6 +498,7 @@ class Oracle:
         self.gradients = before + y.numel * (self.gradients - before)
         return rows
 
+    @in_parts
     def cross_product(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> Tree:
         """The cross product d2xy g v. Costs 2 gradients.
 
@@ -497,6 +514,7 @@ class Oracle:
         self.gradients += 2
         return self._gradient_x(self._lower_slope(v), x, y, batch)
 
+    @in_parts
     def products(self, x: Tree, y: Tree, v: Tree, batch: AnyBatch) -> tuple[Tree, Tree]:
         """The cross product d2xy g v and the Hessian product d2yy g v from one pass.
 
@@ -514,6 +532,7 @@ class Oracle:
         self.gradients += 2
         return self._gradients(self._lower_slope(v), x, y, batch)
 
+    @in_parts
     def hypergradient(self, x: Tree, y: Tree, p: Tree, batch: AnyBatch) -> Tree:
         """grad_x f - d2xy g p, the hypergradient where d2yy g p = grad_y f. Costs 3 gradients.
 
@@ -552,6 +571,7 @@ class Oracle:
 
         return self._gradient_x(surrogate, x, y, batch)
 
+    @in_parts
     def difference_hypergradient(
         self, x: Tree, y: Tree, p: Tree, batch: AnyBatch, width: float
     ) -> Tree:
@@ -635,6 +655,13 @@ class Oracle:
         if self.problem.embed is None or isinstance(batch, FeatureBatch) or not data:
             return data
         return self.problem.embed(x, data, self._key(batch, level))
+
+    def _of_part(self, value: Tensor, level: int) -> Tensor:
+        """The loss of a part of a batch, scaled so that the mean over the parts is that of all."""
+        factor = self.factors[level]
+        if factor == 1.0:
+            return value
+        return factor * value
 
     def _key(self, batch: Batch, level: int) -> Tensor | tuple[()]:
         """The key that the loss of one level draws from: one per level, one for an episode."""

@@ -202,13 +202,16 @@ class Problem:
             of the lower loss at two points, which has first derivatives only. "auto": the first of
             these that works on the first client's data, chosen before the first round. First
             derivatives are the same in all of them.
+        micro_batch: The most samples of a side on which a loss is evaluated at once, so that a
+            larger batch fits into memory: losses and derivatives on it are means over parts. Both
+            losses must be means over samples. None: batches are evaluated as a whole.
 
     Raises:
         TypeError: A loss is not callable or takes another number of arguments, x or y is not a
             non-empty dict of floating tensors, or their dtypes differ.
         ValueError: `lower_level` or `derivatives` is unknown, x and y share a name, hold values
             that are not finite, or do not fit `axes`; `owner` names no variable, or leaves the
-            server none.
+            server none; `micro_batch` is below 1, or the lower level is private.
 
     Examples:
         Ridge regression whose regularisation is tuned on validation data:
@@ -239,6 +242,7 @@ class Problem:
     axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     owner: Mapping[str, Owner] = field(default_factory=dict)
     derivatives: Derivatives = "auto"
+    micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("lower_level", self.lower_level, ("shared", "private"))
@@ -264,6 +268,13 @@ class Problem:
             raise TypeError("x and y hold tensors of several dtypes; all must have the same")
         count_units(self.axes, {**self.x, **self.y})
         self._check_owners()
+        if self.micro_batch is not None:
+            checks.integer("micro_batch", self.micro_batch, least=1)
+            if self.lower_level == "private":
+                raise ValueError(
+                    "micro_batch is set and lower_level is 'private'; it must be 'shared', because "
+                    "an episode cannot be split"
+                )
 
     def _check_owners(self) -> None:
         variables = {**self.x, **self.y}

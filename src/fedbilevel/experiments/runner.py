@@ -59,10 +59,13 @@ def load_task(config: Config, data_dir: Path | None = None) -> Task:
     """
     torch.set_num_threads(config.table["runtime"]["threads"])
     task = config.load_task(data_dir)
-    derivatives = config.experiment.runtime.derivatives
-    if derivatives == "auto":
-        return task
-    return replace(task, problem=replace(task.problem, derivatives=derivatives))
+    runtime = config.experiment.runtime
+    problem = task.problem
+    if runtime.derivatives != "auto":
+        problem = replace(problem, derivatives=runtime.derivatives)
+    if runtime.micro_batch is not None:
+        problem = replace(problem, micro_batch=runtime.micro_batch)
+    return replace(task, problem=problem)
 
 
 def build_federation(config: Config, task: Task) -> Federation:

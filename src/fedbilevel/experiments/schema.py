@@ -111,6 +111,7 @@ class Runtime(Strict):
     memory: Annotated[int, Field(ge=1)] | None = None
     precision: Precision = "fp32"
     derivatives: Derivatives = "auto"
+    micro_batch: Annotated[int, Field(ge=1)] | None = None
     compile: Compile = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
 

@@ -32,7 +32,7 @@ class Scales(NamedTuple):
 
     Args:
         x: Factor of the step sizes of the upper level.
-        y: Factor of the step sizes of the lower level and of the linear system.
+        y: Factor of the step sizes of the lower level: of y, of the linear system, and of u.
     """
 
     x: float = 1.0
@@ -66,10 +66,10 @@ class Trial(NamedTuple):
 
 
 def step_size_level(setting: str) -> str | None:
-    """Return whose step size a setting is: "x" or "y" (also for the linear system), or None.
+    """Return whose step size a setting is: "x" or "y" (also for z and u), or None.
 
     Examples:
-        >>> step_size_level("server_lr_x"), step_size_level("lr_z"), step_size_level("local_steps")
+        >>> step_size_level("server_lr_x"), step_size_level("lr_u"), step_size_level("local_steps")
         ('x', 'y', None)
     """
     words = set(setting.split("_"))
@@ -77,7 +77,7 @@ def step_size_level(setting: str) -> str | None:
         return None
     if "x" in words:
         return "x"
-    if words & {"y", "z", "neumann"}:
+    if words & {"y", "z", "u", "neumann"}:
         return "y"
     return None  # `server_lr` is for both levels
 
