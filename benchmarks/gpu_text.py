@@ -8,9 +8,15 @@ adds it to a file; it can be run in a call of its own, because a machine may be 
     python -m benchmarks.gpu_text mixture --size 10     # learns weights, and trains with them
     python -m benchmarks.gpu_text mixture --size 1 --learn-only
     python -m benchmarks.gpu_text random --first 0 --count 16      # a slice of 64 random mixtures
-    python -m benchmarks.gpu_text summary               # what the issue asks, from the file
+    python -m benchmarks.gpu_text summary               # gains over uniform weights, from the file
 
-A part that is told `--seconds` ends by then, and what is in the file is not run again.
+A part that is told `--seconds` begins nothing after them, and what is in the file is not run again,
+so that a call that was cut short is repeated as it was. Slices of random mixtures can run side by
+side, on one GPU and into one file:
+
+    for first in 0 16 32 48; do
+        python -m benchmarks.gpu_text random --first $first --count 16 --seconds 540 &
+    done; wait
 """
 
 from __future__ import annotations
@@ -106,7 +112,7 @@ def peak_gb(device: str) -> float | None:
 def train(
     task: fb.tasks.Task, method: Any, args: argparse.Namespace, rounds: int, output: Output
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Run a method; return the mean of the weights after the burn-in, and what it ended with."""
+    """Run a method; return the mean of the weights in its last half, and what it ended with."""
     problem = task.problem.to(args.device)
     federation = fb.simulated_federation(
         problem,
@@ -127,7 +133,7 @@ def train(
             synchronize(args.device)
             warm_at = time.perf_counter()
         job.advance()
-        if t >= args.burn_in:
+        if t >= rounds // 2:
             total += job.state.x["weights"]
         if args.verbose and (t + 1) % args.verbose == 0:
             shown = [round(float(w), 3) for w in job.state.x["weights"]]
@@ -142,7 +148,7 @@ def train(
         for windows, share in zip(*(side.split(64) for side in target.val), strict=True):
             batch = (windows.to(args.device), share.to(args.device))
             val += len(windows) * float(problem.upper(x, y, batch, ())) / len(OWNERS)
-    return total / (rounds - args.burn_in), {
+    return total / (rounds - rounds // 2), {
         "val_loss": val / target.size("val"),
         "test_loss": task.evaluate(x, y)["test_loss"],
         "final": [float(w) for w in x["weights"]],
@@ -303,7 +309,10 @@ def gpt2(args: argparse.Namespace, output: Output) -> None:
         ),
         "fedadam": (fb.algorithms.FedAdam(train="y"), 60),
     }
+    pace: dict[str, float] = {}
     for name, (method, rounds) in methods.items():
+        if output.is_late():
+            return
         rounds = min(rounds, args.rounds)
         if args.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
@@ -326,7 +335,7 @@ def gpt2(args: argparse.Namespace, output: Output) -> None:
             for _ in range(count):
                 job.advance()
             synchronize(args.device)
-            seconds = time.perf_counter() - began
+            pace[name] = (time.perf_counter() - began) / count
             done += count
             output.say(
                 part="gpt2",
@@ -335,7 +344,8 @@ def gpt2(args: argparse.Namespace, output: Output) -> None:
                 base=base,
                 adapters=y.numel,
                 rounds=done,
-                seconds_a_round=round(seconds / count, 4),
+                seconds_a_round=round(pace[name], 4),
+                rounds_of_fedavg=round(pace[name] / pace["fedavg"], 3),
                 finite=all(bool(value.isfinite().all()) for value in job.state.y.values()),
                 weights=[round(float(w), 4) for w in job.state.x["weights"]],
                 peak_gb=peak_gb(args.device),

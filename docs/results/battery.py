@@ -197,6 +197,13 @@ def mnist_single_loop() -> Iterator[Member]:
         yield Member(f"{method} shards", "mnist", method, overrides)
 
 
+def mnist_first_order() -> Iterator[Member]:
+    """Declare simfbo and its counterpart of first order, tuned equally."""
+    for method in ("simfbo", "memfbo"):
+        file = "docs/results/mnist-first-order-tuned.toml"
+        yield Member(method, file, method, seeds=(1, 2, 3))
+
+
 def unifbo_mnist() -> Iterator[Member]:
     """Declare UniFBO with its defaults."""
     for partition in PARTITIONS:
@@ -269,6 +276,7 @@ BATTERY: dict[str, list[Member]] = {
     "afbo-fig6": [*afbo_regularization({"pareto": {"environment.delay": PARETO}})],
     "afbo-fig7": [*afbo_fig7()],
     "mnist-single-loop": [*mnist_single_loop()],
+    "mnist-first-order": [*mnist_first_order()],
     "unifbo-mnist": [*unifbo_mnist()],
     "hyper-cleaning": [*hyper_cleaning()],
     "rabo-fig5": [*rabo_fig5()],

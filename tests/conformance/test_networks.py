@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,56 @@ def test_differences_give_nearly_the_run_of_unfused_kernels(
         result = fb.solve(problem, sequences.clients(), name, rounds=31)
         ends.append(result.x["w"])
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-9)
+
+
+class Deep(torch.nn.Module):
+    """An embedding, wide layers, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(sequences.WORDS, 16)
+        self.layers = torch.nn.ModuleList([self.layer() for _ in range(6)])
+        self.head = torch.nn.Linear(16, sequences.WORDS)
+
+    def layer(self) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.words(tokens)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("memfbo", "stack"), ("memfbo", "loop"), ("simfbo", "stack")]
+)
+def test_activation_checkpointing_saves_memory(name: str, mode: Any) -> None:
+    torch.manual_seed(0)
+    net = Deep().double()
+    peaks = []
+    ends = []
+    for each in (net, fb.nets.with_checkpoints(net, "layers.*")):
+        problem = sequences.whole_network_below(each)
+        federation = fb.simulated_federation(problem, sequences.clients(samples=64), mode=mode)
+        result = fb.solve(problem, [], name, rounds=2, every=2, federation=federation)
+        assert federation.runtime == {"mode": mode, "derivatives": "exact"}
+        peaks.append(federation.ledger.totals()["peak_bytes"])
+        ends.append(result.y)
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+    if name == "memfbo":  # graphs of second derivatives keep what was computed again
+        assert peaks[1] < 0.6 * peaks[0]
+
+
+def test_layers_that_would_draw_again_are_refused() -> None:
+    net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)))
+    with pytest.raises(ValueError, match="layer '0' has dropout"):
+        fb.nets.with_checkpoints(net, "0")
+    fb.nets.with_checkpoints(net.eval(), "0")
+    with pytest.raises(ValueError, match="layers is 'no'; no layer of the module has such a name"):
+        fb.nets.with_checkpoints(net, "no")
 
 
 CLIENT_BY_CLIENT = "clients run one by one, because losses cannot be stacked: "

@@ -186,3 +186,22 @@ def test_a_state_loads_into_the_users_module_with_all_that_was_not_split() -> No
     wrong = {**y, "head.weight": torch.zeros(2, 3)}
     with pytest.raises(ValueError, match=r"has shape \(2, 3\); it must have \(3, 3\)"):
         split.state_dict(x, wrong)
+
+
+def test_statistics_are_those_of_the_inputs_of_one_client() -> None:
+    """In evaluation the module normalises by them; nothing of the user's module changes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2)).double()
+    split = split_module(net, lower="2.", buffers="batch")
+    before = deepcopy(net.state_dict())
+    inputs = 5 * torch.randn(8, 3, dtype=torch.float64) + 7
+    state = split.state_dict(split.x, 2 * split.y, statistics_of=inputs.split(4))
+    torch.testing.assert_close(state["0.running_mean"], inputs.mean(0))
+    variance = torch.stack([half.var(0) for half in inputs.split(4)]).mean(0)
+    torch.testing.assert_close(state["0.running_var"], variance)
+    torch.testing.assert_close(net.state_dict(), before)
+    personal = deepcopy(net).eval()
+    personal.load_state_dict(state)
+    normalised = (inputs - inputs.mean(0)) / (variance + 1e-5).sqrt()
+    expected = normalised @ (2 * split.y["2.weight"]).T + 2 * split.y["2.bias"]
+    torch.testing.assert_close(personal(inputs), expected)

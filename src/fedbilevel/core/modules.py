@@ -40,7 +40,12 @@ class SplitModule(_Parts):
 
     _module: nn.Module  # the user's
 
-    def state_dict(self, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def state_dict(
+        self,
+        x: Mapping[str, Tensor],
+        y: Mapping[str, Tensor],
+        statistics_of: Sequence[Tensor] = (),
+    ) -> dict[str, Tensor]:
         """Return a state of the module that was split, with x and y in it.
 
         Frozen parameters and buffers are those of the module, and tied parameters have one value
@@ -49,6 +54,9 @@ class SplitModule(_Parts):
         Args:
             x: The upper part, for example that of `Result.personal`.
             y: The lower part.
+            statistics_of: Batches of inputs whose means and variances become the running statistics
+                of BatchNorm layers: those of one client for a personal model. Without batches, the
+                statistics are the module's.
 
         Returns:
             The state, on the devices of its parts.
@@ -82,6 +90,8 @@ class SplitModule(_Parts):
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if first_names[id(parameter)] in values:
                 state[name] = values[first_names[id(parameter)]]
+        if statistics_of:
+            state = _with_statistics(self._module, state, statistics_of)
         return state
 
 
@@ -100,10 +110,10 @@ def split_module(
     `requires_grad=False`, keep their values, belong to neither level and are never sent. If the
     module has frozen parameters or buffers, it must be on the device of the run already.
 
-    The running statistics of BatchNorm belong to neither level: to average them over clients, or to
-    leave them to each client, would change the problem silently. A module with such statistics is
-    therefore refused unless `buffers` says what becomes of them. Other buffers, such as the
-    positions of a transformer, stay as they are.
+    The running statistics of BatchNorm belong to neither level, and no client sends any: to average
+    them would change the problem silently. A module with such statistics is therefore refused
+    unless `buffers` says what becomes of them. Other buffers, such as the positions of a
+    transformer, stay as they are.
 
     Parameters keep their names, and tied parameters are one variable. The outcome of a run loads
     into the module: `module.load_state_dict(split.state_dict(result.x, result.y))`.
@@ -114,8 +124,9 @@ def split_module(
             nor frozen.
         buffers: "freeze" takes a copy of the module in evaluation mode and never changes its
             buffers. "batch" normalises every batch by its own statistics, which makes the losses
-            depend on the batch size; `torch.optim.swa_utils.update_bn` re-estimates the module's
-            statistics after the run. None refuses a module with running statistics.
+            depend on the batch size; `SplitModule.state_dict` then estimates the module's
+            statistics, on the inputs of everybody or, for personal ones, of one client. None
+            refuses a module with running statistics.
         upper: Which parameters become x (a backbone); `()` means none. None: all that are neither
             lower nor frozen.
         frozen: Which parameters keep their values.
@@ -228,6 +239,23 @@ def _with_settled_buffers(module: nn.Module, buffers: str | None) -> nn.Module:
                 part.running_var = None
                 part.num_batches_tracked = None
     return module
+
+
+def _with_statistics(
+    module: nn.Module, state: Mapping[str, Tensor], batches: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """The state with the running statistics of these inputs; every batch counts the same."""
+    module = deepcopy(module).eval()
+    module.load_state_dict(state)
+    for part in module.modules():
+        if isinstance(part, _NormBase):
+            part.reset_running_stats()
+            part.momentum = None  # the mean over all batches
+            part.train()
+    with torch.no_grad():
+        for inputs in batches:
+            module(inputs)
+    return dict(module.state_dict())
 
 
 @contextmanager

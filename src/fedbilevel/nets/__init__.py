@@ -19,6 +19,7 @@ Examples:
 
 from fedbilevel.nets._adapters import LowRank, with_adapters
 from fedbilevel.nets._axes import axes
+from fedbilevel.nets._checkpoints import with_checkpoints
 from fedbilevel.nets._layers import Dropout, GroupNorm, Residual, dropout, randomness
 from fedbilevel.nets._networks import conv4, lenet, mlp, resnet12, resnet18, seeded, stem
 
@@ -38,4 +39,5 @@ __all__ = [
     "seeded",
     "stem",
     "with_adapters",
+    "with_checkpoints",
 ]
