@@ -69,9 +69,10 @@ class SplitModule(_Parts):
             >>> import fedbilevel as fb
             >>> net = fb.nets.mlp(4, 3, 2)
             >>> split = fb.split_module(net, lower="head.")
-            >>> net.load_state_dict(split.state_dict(split.x, 2 * split.y))
+            >>> doubled = 2 * split.y
+            >>> net.load_state_dict(split.state_dict(split.x, doubled))
             <All keys matched successfully>
-            >>> bool((net.get_parameter("head.weight") == 2 * split.y["head.weight"]).all())
+            >>> bool((net.get_parameter("head.weight") == doubled["head.weight"]).all())
             True
         """
         for level, given, wanted in (("x", x, self.x), ("y", y, self.y)):

@@ -174,6 +174,8 @@ def shrink(table: Table, rounds: int = 2) -> Table:
     if isinstance(environment.get("stragglers"), dict):
         environment["stragglers"] = {**environment["stragglers"], "clients": 1}
     data = dict(table.get("data", {}))
+    task = dict(table.get("task", {}))
+    task.pop("new_clients", None)  # both clients train
     for key in table.get("data", {}):
         if TASK_ARGUMENTS.get(key, key) in small_task:
             del data[key]
@@ -183,6 +185,6 @@ def shrink(table: Table, rounds: int = 2) -> Table:
         "every": 1,
         "stop": {},
         "environment": environment,
-        "task": {**table.get("task", {}), **small_task},
+        "task": {**task, **small_task},
         "data": data,
     }
