@@ -7,7 +7,7 @@ ifneq ($(wildcard ../shared/data),)
 export FEDBILEVEL_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: install demo test lint format bench soak docs package lock verify-lock clean
+.PHONY: install demo test lint format bench soak notebooks docs package lock verify-lock clean
 
 install: $(STAMP)
 
@@ -46,7 +46,11 @@ SEED    ?=
 soak: install
 	$(PYTHON) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-docs: install
+# Executes docs/notebooks where they changed; the site shows them with their outputs.
+notebooks: install
+	$(PYTHON) tools/notebooks.py
+
+docs: notebooks
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 # Wheel and sdist, tried out in a new environment without this repository.

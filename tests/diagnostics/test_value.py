@@ -188,3 +188,14 @@ def test_the_table_begins_with_the_most_harmful() -> None:
     assert "harms" in lines[1]
     assert "helps" in lines[3]
     assert (result.harmful, result.helpful) == ([2], [0])
+
+
+def test_a_notebook_shows_a_picture_and_a_table_with_the_most_harmful_client_first() -> None:
+    known = task()
+    names = ["a < b", "second", "third", "fourth"]
+    result = fb.value(known.problem, known.clients, names=names)
+    html = result._repr_html_()
+    assert "data:image/png" in html
+    order = sorted(range(4), key=result.values.__getitem__)
+    places = [html.index(names[client].replace("<", "&lt;")) for client in order]
+    assert places == sorted(places)

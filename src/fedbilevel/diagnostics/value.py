@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.core import checks
+from fedbilevel.core.markup import html_table
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, ClientData, Problem
 from fedbilevel.core.tree import Tree, flatten, norm, unflatten
@@ -161,6 +162,19 @@ class Value:
                 line += f"  {self.leave_one_out[client]:+.2e}"
             lines.append(line)
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The picture and the table, for a notebook."""
+        from fedbilevel.diagnostics.value_figure import value_figure  # matplotlib is slow
+        from fedbilevel.runs.display import html_image
+
+        rows = []
+        for client in sorted(range(len(self.values)), key=self.values.__getitem__):
+            interval = f"{self.low[client]:+.2e} to {self.high[client]:+.2e}"
+            value = f"{self.values[client]:+.2e}"
+            rows.append((self.names[client], value, interval, self.verdict(client)))
+        headings = ("client", "value", f"{self.level:.0%} interval", "verdict")
+        return html_image(value_figure(self.bars())) + html_table(rows, headings)
 
 
 def value(
