@@ -1,5 +1,6 @@
 """A metric of one's own: in progress, tables, the page and `stop`; with a direction and targets."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -169,6 +170,19 @@ def test_the_ranking_fits_80_columns(
     assert "final accuracy" in out
     assert "≥ 97%" in out
     assert ("±" in out) == (seeds > 1)
+
+
+def test_the_ranking_names_its_algorithms_however_many_metrics_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_comparison(tmp_path, algorithms=2, seeds=2)
+    row = report.ranked([tmp_path])[0]
+    metrics = {f"some_metric_{k}": row.finals["test_accuracy"] for k in range(20)}
+    comparison._print_ranking([dataclasses.replace(row, finals={**row.finals, **metrics})])
+    out = capsys.readouterr().out
+    assert row.label in out
+    assert "final some metric 0" in out
+    assert "…" not in out
 
 
 def test_an_algorithm_is_named_as_module_and_class(

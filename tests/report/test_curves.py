@@ -1,5 +1,6 @@
 """Curves over seeds: which runs belong together, their common range, thinning, log scales."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,11 +9,14 @@ import numpy as np
 from fedbilevel.report._curves import (
     MAX_POINTS,
     Curve,
+    evaluated,
     group_runs,
+    main_metrics,
     mean_curve,
     needs_log_scale,
 )
 from fedbilevel.runs import folder
+from fedbilevel.runs.clients import distribution, with_suffixes
 from fedbilevel.runs.folder import RunFolder
 from tests.support.synthetic_runs import run_with, write_run
 
@@ -54,6 +58,16 @@ def test_long_curves_are_thinned_and_keep_their_ends() -> None:
     curve = accuracy_curve([run_with(0, numbers, numbers)])  # type: ignore[arg-type]
     assert (curve.x.size, curve.x[0], curve.x[-1]) == (MAX_POINTS, 0, 5000)
     np.testing.assert_array_equal(curve.x, curve.mean)
+
+
+def test_of_a_distribution_over_clients_the_mean_is_a_main_metric() -> None:
+    """As the metrics of new clients, which the `evaluate` of a task returns."""
+    of_clients = with_suffixes("new_accuracy", distribution("new_accuracy", [0.5, 0.9]))
+    run = run_with(0, [0, 5], [0.1, 0.5])
+    run = dataclasses.replace(run, summary={"evaluated": [*of_clients, "size", "size_worst"]})
+    assert evaluated([run]) == ["new_accuracy", "size", "size_worst"]
+    assert {"new_accuracy", "size_worst"} <= set(main_metrics([run]))
+    assert "new_accuracy_p10" not in main_metrics([run])
 
 
 def test_a_log_scale_is_for_positive_values_over_more_than_a_decade_and_a_half() -> None:

@@ -334,7 +334,9 @@ def _print_ranking(rows: Sequence[report.Row]) -> None:
     for dropped in ("", *others, "status", *targets[:-1]):
         columns.pop(dropped, None)
         table = _ranking_table(rows, columns)
-        needed = console.measure(table, options=console.options.update_width(PIPE_WIDTH)).maximum
+        needed = console.measure(
+            table, options=console.options.update_width(10 * PIPE_WIDTH)
+        ).maximum
         if needed <= console.width:
             break
     console.print(table)

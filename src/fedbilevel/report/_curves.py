@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbilevel.report._axes import AXES, COSTS, USUAL_METRICS, Axis
+from fedbilevel.runs.clients import SUFFIXES
 from fedbilevel.runs.folder import RunFolder
 from fedbilevel.runs.metric import Metric
 
@@ -149,13 +150,23 @@ def drawable(runs: Sequence[RunFolder]) -> tuple[list[Axis], list[str]]:
 def main_metrics(runs: Sequence[RunFolder]) -> list[str]:
     """Return the names of the metrics that a reader wants to see first.
 
-    They are the one that the runs are judged by, the usual ones, and what the `evaluate` of a task
-    returns beside an accuracy on training data.
+    They are the one that the runs are judged by, the usual ones, and those of `evaluated`, beside
+    an accuracy on training data.
     """
-    names = [judged_by(runs).name, *USUAL_METRICS]
-    for run in runs:
-        names += (run.summary or {}).get("evaluated", [])
+    names = [judged_by(runs).name, *USUAL_METRICS, *evaluated(runs)]
     return [name for name in dict.fromkeys(names) if name != "train_accuracy"]
+
+
+def evaluated(runs: Sequence[RunFolder]) -> list[str]:
+    """Return the names of what the `evaluate` of a task returns; of a distribution the mean."""
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys((run.summary or {}).get("evaluated", []))
+    for name in list(names):
+        others = {name + suffix for suffix in SUFFIXES}
+        if others <= names.keys():
+            names = {kept: None for kept in names if kept not in others}
+    return list(names)
 
 
 def judged_by(runs: Sequence[RunFolder]) -> Metric:

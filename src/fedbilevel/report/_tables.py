@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.report._axes import AXES, Spread, spread
-from fedbilevel.report._curves import Group, column, judged_by
+from fedbilevel.report._curves import Group, column, evaluated, judged_by
 from fedbilevel.runs.folder import RunFolder
 from fedbilevel.runs.metric import Metric
 
@@ -54,9 +54,7 @@ def table_rows(groups: Sequence[Group]) -> list[Row]:
     metric = judged_by(runs)
     if not metric.targets:
         metric = replace(metric, targets=_chosen_targets(metric, groups))
-    names = [metric.name, "upper_loss", "test_accuracy"]
-    for run in runs:
-        names += (run.summary or {}).get("evaluated", [])
+    names = [metric.name, "upper_loss", "test_accuracy", *evaluated(runs)]
     return [_table_row(group, metric, list(dict.fromkeys(names))) for group in groups]
 
 
