@@ -60,6 +60,37 @@ def test_leave_one_out_is_solving_again_without_the_client() -> None:
         assert rise == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
+def test_rows_of_a_person_in_a_table_are_resampled_together() -> None:
+    """Every row three times, as rows of one person: nothing is known that was not known before."""
+    rng = torch.Generator().manual_seed(0)
+    age = torch.randn(60, generator=rng)
+    table = {
+        "age": age.numpy(),
+        "person": torch.arange(60).numpy(),
+        "site": (torch.arange(60) % 3).numpy(),
+        "trusted": (torch.arange(60) % 2 == 0).numpy(),
+        "ill": (age + torch.randn(60, generator=rng) > 0).numpy(),
+    }
+    options: dict[str, Any] = {"by": "site", "target": "ill", "validation": "trusted"}
+    once = fb.clients(table, **options, features=["age"])
+    thrice = {name: column.repeat(3) for name, column in table.items()}
+    people = fb.clients(thrice, **options, group="person")
+    rows = fb.clients(thrice, **options, features=["age"])
+    problem = fb.linear_model(once)
+    expected = fb.value(problem, once)
+    grouped = fb.value(problem, people)
+    assert grouped.names == ("0", "1", "2")
+    assert grouped.errors == pytest.approx(expected.errors, rel=1e-4)
+    assert fb.value(problem, rows).errors < tuple(0.8 * error for error in expected.errors)
+
+
+def test_groups_given_as_tensors_are_those_of_the_data() -> None:
+    task = fb.tasks.load("sites")
+    people = [client.val["person"] for client in task.clients]  # type: ignore[call-overload]
+    named = fb.value(task.problem, task.clients, groups="person")
+    assert fb.value(task.problem, task.clients, groups=people).errors == named.errors
+
+
 def means(trusted: list[torch.Tensor], people: list[torch.Tensor] | None = None) -> Any:
     """Clients who report means of 0, 1, ..., and trusted numbers: gradients are the residuals."""
     problem = fb.Problem(

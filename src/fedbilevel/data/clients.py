@@ -46,6 +46,8 @@ class Clients(Sequence[ClientData]):
         classes: The classes, in the order of their indices; `None` if the target is a number.
         test: Inputs and targets that no client has, if `test` was given.
         columns: How new rows are encoded; `None` where inputs are no table.
+        groups: For each client the group of each validation sample, as a number; `None` if
+            `group` was not given. `fb.value` resamples groups.
 
     Examples:
         >>> import fedbilevel as fb
@@ -65,6 +67,7 @@ class Clients(Sequence[ClientData]):
         classes: Sequence[Any] | None,
         test: tuple[Tensor, Tensor] | None,
         columns: Columns | None,
+        groups: Sequence[Tensor] | None = None,
     ) -> None:
         self._data = list(data)
         self.names = list(names)
@@ -72,6 +75,7 @@ class Clients(Sequence[ClientData]):
         self.classes = classes
         self.test = test
         self.columns = columns
+        self.groups = groups
 
     def __len__(self) -> int:
         return len(self._data)
@@ -296,8 +300,18 @@ def clients(
     held_out = None
     if test:
         held_out = side(np.concatenate([tested for _, _, tested in sides]))
+    groups = None
+    if group is not None:
+        groups = [_numbers(special["group"][val]) for _, val, _ in sides]
     result = [ClientData(train=side(train), val=side(val)) for train, val, _ in sides]
-    return Clients(result, names, columns.names if columns else [], classes, held_out, columns)
+    features = columns.names if columns else []
+    return Clients(result, names, features, classes, held_out, columns, groups)
+
+
+def _numbers(values: NDArray[Any]) -> Tensor:
+    """Number the different values of a column from 0."""
+    _, numbers = np.unique(values, return_inverse=True)
+    return torch.from_numpy(numbers)
 
 
 def _check_dealing(by: object, count: int | None, test: float, validation: float) -> None:

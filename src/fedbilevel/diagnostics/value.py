@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 LARGEST_Y = 2000  # numbers in y, for which clients send a dense Hessian
 NEWTON_STEPS = 100
+GROUP = "group_number"  # the entry that is added to validation data for groups given apart
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def value(
     *,
     x: Mapping[str, Tensor] | None = None,
     weights: str | Sequence[float] = "uniform",
-    groups: str | None = None,
+    groups: str | Sequence[Tensor] | None = None,
     names: Sequence[str] | None = None,
     resamples: int = 400,
     level: float = 0.95,
@@ -208,9 +209,10 @@ def value(
         clients: The data of each client; None with a federation, which has them.
         x: The upper variables; by default those at which the problem starts.
         weights: The weights p_i: "uniform", "samples" or one number per client.
-        groups: The entry of the validation data, which are then dicts of tensors, whose equal
-            numbers mark samples of one person; they are resampled together. None: every sample is
-            a person.
+        groups: Which validation samples are of one person and resampled together: the entry of the
+            validation data, which are then dicts of tensors, that numbers people; or, in a
+            simulation, one tensor per client with a number per sample. By default the groups that
+            `fb.clients` was given, else every sample is a person.
         names: The name of each client; by default that which `fb.clients` gave it, else "client 0",
             "client 1", ...
         resamples: How many resamples of the trusted people are drawn.
@@ -265,13 +267,18 @@ def value(
     checks.integer("resamples", resamples, least=2)
     if not 0 < checks.number("level", level) < 1:
         raise ValueError(f"level is {level}; it must be between 0 and 1")
+    if names is None:
+        names = getattr(clients, "names", None)
     if federation is None:
         if clients is None:
             raise ValueError("clients is missing; it must be given, or a federation")
-        if groups is not None:
-            _check_groups(groups, clients[0])
+        problem, clients, groups = _with_groups(problem, clients, groups)
         fed = simulated_federation(problem, clients, weights=weights, seed=seed, mode="loop")
     else:
+        if groups is not None and not isinstance(groups, str):
+            raise ValueError(
+                "groups are tensors; on a federation they must be an entry of the validation data"
+            )
         if samples:
             raise ValueError(
                 "samples is True, but values of samples stay with their clients; "
@@ -280,8 +287,6 @@ def value(
         fed = federation
     n = len(fed)
     everyone = list(range(n))
-    if names is None:
-        names = getattr(clients, "names", None)
     if names is not None and len(names) != n:
         raise ValueError(f"names has {len(names)} entries; there are {n} clients")
     before = fed.ledger.rounds
@@ -410,6 +415,39 @@ def _check_groups(groups: str, client: ClientData) -> None:
         )
     if client.val[groups].ndim != 1 or client.val[groups].is_floating_point():
         raise ValueError(f"val[{groups!r}] must hold one integer per sample")
+
+
+def _with_groups(
+    problem: Problem, clients: Sequence[ClientData], groups: str | Sequence[Tensor] | None
+) -> tuple[Problem, Sequence[ClientData], str | None]:
+    """The problem with groups in the validation data, unseen by the upper loss, and their entry."""
+    if groups is None:
+        groups = getattr(clients, "groups", None)
+    if groups is None:
+        return problem, clients, None
+    if isinstance(groups, str):
+        _check_groups(groups, clients[0])
+        return problem, clients, groups
+    if problem.embed is not None:
+        raise ValueError(
+            "groups are tensors, and the problem has an embed; "
+            "put them into the validation data, as dicts of tensors, and name the entry"
+        )
+    inner = problem.upper
+    is_tuple = isinstance(clients[0].val, tuple)
+
+    def upper(x: Tree, y: Tree, data: dict[str, Tensor], rng: Tensor) -> Tensor:
+        rest = {name: tensor for name, tensor in data.items() if name != GROUP}
+        loss: Tensor = inner(x, y, tuple(rest.values()) if is_tuple else rest, rng)
+        return loss
+
+    grouped = []
+    for client, numbers in zip(clients, groups, strict=True):
+        val = client.val
+        if isinstance(val, tuple):
+            val = {str(index): tensor for index, tensor in enumerate(val)}
+        grouped.append(ClientData(client.train, {**val, GROUP: numbers}))
+    return replace(problem, upper=upper), grouped, GROUP
 
 
 def _values_of_samples(
