@@ -1,10 +1,8 @@
-"""The results page: its tables are those of the curves, and the battery runs what they need."""
+"""The results page: its tables are those of the curves, and members are declared for all."""
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,14 +12,11 @@ import pytest
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 sys.path.insert(0, str(RESULTS))  # scripts beside the page, which import each other
 
-import battery  # noqa: E402
 import cells  # noqa: E402
 import figures  # noqa: E402
+import members  # noqa: E402
 import tables  # noqa: E402
 import verdicts  # noqa: E402
-
-from fedbilevel.experiments import config as configs  # noqa: E402
-from fedbilevel.report._curve_files import read_runs  # noqa: E402
 
 
 def test_every_generated_number_of_the_pages_is_that_of_the_curves() -> None:
@@ -34,7 +29,7 @@ def test_a_number_that_was_changed_by_hand_is_computed_again() -> None:
     start = text.index("<!-- table aggitd-cnn -->")
     changed = text[:start] + text[start:].replace("aggitd | 97.6% | 9", "aggitd | 97.6% | 8", 1)
     assert changed != text
-    assert tables.rendered(changed, tables.TABLES) == text
+    assert tables.rendered(changed, tables.blocks()) == text
 
 
 def test_every_figure_is_on_the_page_and_every_verdict_with_runs_has_one() -> None:
@@ -59,7 +54,7 @@ def test_a_figure_ends_where_the_first_of_its_seeds_ends() -> None:
 
 def test_the_page_has_every_table_once() -> None:
     text = (RESULTS / "README.md").read_text("utf-8")
-    assert sorted(re.findall(r"<!-- table (\S+) -->", text)) == sorted(tables.TABLES)
+    assert sorted(re.findall(r"<!-- table (\S+) -->", text)) == sorted(tables.blocks())
 
 
 def test_the_curves_take_at_most_20_megabytes() -> None:
@@ -79,13 +74,12 @@ def used_curves() -> set[str]:
 
 
 def test_the_battery_runs_all_curves_that_the_tables_need_and_no_others() -> None:
-    declared = {f"{name}/{m.label}" for name, members in battery.BATTERY.items() for m in members}
+    declared = {f"{name}/{m.label}" for name, group in members.BATTERY.items() for m in group}
     used = used_curves()
     assert declared - used == set()
-    assert {c for c in used - declared if c.split("/")[0] in battery.BATTERY} == set()
-    for curve in used - declared:  # of experiments that the battery does not run
+    for curve in used - declared:  # of older runs, whose files are still there
         name, label = curve.split("/", 1)
-        assert cells.load(name, label) or curve in NEVER_RUN or not cells.files_of(name)
+        assert cells.load(name, label) or curve in NEVER_RUN
 
 
 def run_of(accuracies: list[float], seed: int = 0, diverged: bool = False) -> cells.Run:
@@ -130,41 +124,3 @@ def test_a_verdict_without_its_runs_is_not_run_yet(monkeypatch: pytest.MonkeyPat
     assert (verdict.shown(), verdict.measured()) == ("reproduced", "90.00%")
     monkeypatch.setattr(cells, "load", lambda name, label: [])
     assert verdict.shown() == "not run yet"
-
-
-def test_every_member_of_the_battery_is_a_run_that_can_be_resolved() -> None:
-    for members in battery.BATTERY.values():
-        for member in members:
-            source = member.experiment
-            if source.endswith(".toml"):
-                source = str(RESULTS / Path(source).name)
-            config = configs.resolve(
-                *configs.read(source), algorithm=member.algorithm, overrides=member.overrides
-            )
-            assert config.label == member.algorithm
-
-
-def test_the_battery_runs_skips_what_is_finished_and_collects_curves(tmp_path: Path) -> None:
-    def call(*options: str) -> str:
-        command = [sys.executable, str(RESULTS / "battery.py"), "mnist-single-loop", *options]
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path / "runs")], capture_output=True, text=True, check=True
-        )
-        return done.stdout
-
-    assert call("--prepare", "--smoke") == ""
-    for path in (tmp_path / "runs" / "mnist-single-loop").glob("*/seed-[12]"):
-        # Finished, in words of a run folder: only seed 0 is left to run.
-        summary = {"status": "completed", "ledger": {}, "final_test_accuracy": 0.9}
-        (path / "summary.json").write_text(json.dumps(summary))
-        (path / "metrics.jsonl").write_text('{"round": 0, "test_accuracy": 0.9}\n')
-    printed = call("--jobs", "3")
-    assert printed.count("finished") == 3
-    assert "FAILED" not in printed
-    assert call("--jobs", "3") == ""
-    call("--collect", str(tmp_path / "curves"))
-    runs = read_runs([tmp_path / "curves" / "mnist-single-loop.csv.xz"])
-    assert len(runs) == 9
-    assert {run.status for run in runs} == {"completed"}
-    assert [evaluation["round"] for evaluation in runs[0].history] == [0, 1, 2]
-    assert not list((tmp_path / "runs").rglob("checkpoint"))

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from battery import BATTERY
+import search
+from members import BATTERY
 from numpy.typing import NDArray
 
 HERE = Path(__file__).parent
@@ -209,14 +210,16 @@ def costs_to(runs: Iterable[Run], accuracy: float, cost: str) -> list[float]:
     return costs
 
 
-def to(accuracy: float, cost: str = "round", curve: int = 0) -> Cell:
+def to(
+    accuracy: float, cost: str = "round", curve: int = 0, scale: float = 1.0, digits: int = 0
+) -> Cell:
     """Return the cost to an accuracy: mean over the seeds that reach it, and how many do."""
 
     def cell(runs: list[Run]) -> str:
-        costs = costs_to(runs, accuracy, cost)
+        costs = [scale * value for value in costs_to(runs, accuracy, cost)]
         if not costs:
             return "never"
-        text = mean_and_spread(costs, 0)
+        text = mean_and_spread(costs, digits)
         if len(costs) < len(runs):
             text += f" ({len(costs)}/{len(runs)})"
         return text
@@ -265,7 +268,10 @@ def growth(accuracy: float, cost: str) -> Cell:
     """Return by which factor the cost to an accuracy differs between a row's two curves."""
 
     def cell(row: Row) -> str:
-        costs = [costs_to(row.runs(index), accuracy, cost) for index in (0, 1)]
+        runs = [row.runs(index) for index in (0, 1)]
+        if not all(runs):
+            return NOT_RUN
+        costs = [costs_to(of_curve, accuracy, cost) for of_curve in runs]
         if not all(costs):
             return ""
         return f"{statistics.fmean(costs[1]) / statistics.fmean(costs[0]):.2f}"
@@ -440,6 +446,12 @@ def episodes_at(amount: float | None, curve: int = 0) -> Cell:
         return text
 
     return for_runs(cell, curve)
+
+
+def searched(row: Row) -> str:
+    """Return the scales that search.py chose, and of how many trials."""
+    name, label = row.curves[0].split("/", 1)
+    return search.summary(name, label)
 
 
 def scales(row: Row) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
+import remaining
 from cells import (
     HERE,
     Row,
@@ -37,6 +38,7 @@ from cells import (
     to_of_seeds,
     total_growth,
 )
+from tables_print import TABLES as PRINT_TABLES
 
 PARTITIONS = {"iid": "iid", "shards": "shards"}
 TABLE2_PRINT = {  # rounds to 90% and final accuracy of print; its fednest is also the reference's
@@ -77,7 +79,12 @@ SECONDS = {
     "to 90%": to(0.9, "virtual_s"),
 }
 AFBO_METHODS = ("afbo", "simfbo", "fednest", "sdbo", "adbo")
-AFBO_NAMES = {"afbo": "afbo, linear system (ours)"}
+AFBO_OTHERS = {
+    "afbo printed": "afbo as printed",
+    "afbo printed free": "the same, products free",
+    "prometheus": "prometheus, on a ring",
+}
+AFBO_NAMES = {"afbo": "afbo, linear system (ours)", **AFBO_OTHERS}
 
 
 def sgd_curves(partition: str, method: str) -> list[str]:
@@ -124,12 +131,13 @@ def cleaning_rows(experiment: str, extra: Mapping[str, str]) -> list[Row]:
 def regularization_rows(condition: str, other: str | None = None) -> list[Row]:
     """Return the rows of an experiment on Covertype, under one or two conditions."""
     rows = []
-    for method in AFBO_METHODS:
+    methods = AFBO_METHODS if condition == "pareto" else (*AFBO_METHODS, *AFBO_OTHERS)
+    for method in methods:
         curves = [f"afbo-fig3/{method} {condition}"]
         if other:
             curves.append(f"afbo-fig3/{method} {other}")
         if condition == "pareto":
-            curves = [f"afbo-fig6/{method} pareto"]
+            curves = [f"afbo-pareto-covertype/{method} pareto"]
         rows.append(Row((AFBO_NAMES.get(method, method),), curves))
     return rows
 
@@ -392,10 +400,7 @@ TABLES: dict[str, Table] = {
     ),
     "afbo-fig1": Table(
         ["data", "method"],
-        cleaning_rows(
-            "afbo-fig1",
-            {"afbo printed": "afbo as printed", "afbo printed free": "the same, products free"},
-        ),
+        cleaning_rows("afbo-fig1", AFBO_OTHERS),
         {
             **SECONDS,
             "accuracy at the end": final(),
@@ -430,11 +435,11 @@ TABLES: dict[str, Table] = {
             "with stragglers": final(curve=1),
         },
     ),
-    "afbo-fig5": Table(
+    "afbo-pareto": Table(
         ["data", "method"],
         [
-            Row((*row.cells,), [*row.curves, row.curves[0].replace("fig5", "fig1")])
-            for row in cleaning_rows("afbo-fig5", {})
+            Row((*row.cells,), [*row.curves, row.curves[0].replace("pareto", "fig1")])
+            for row in cleaning_rows("afbo-pareto", {})
         ],
         {
             **SECONDS,
@@ -443,7 +448,7 @@ TABLES: dict[str, Table] = {
             "in afbo-fig1": final_number("virtual_s", 0, curve=1),
         },
     ),
-    "afbo-fig6": Table(
+    "afbo-pareto-covertype": Table(
         ["method"],
         regularization_rows("pareto"),
         {
@@ -593,6 +598,7 @@ TABLES: dict[str, Table] = {
         ],
         {"rabo, 150 rounds": episodes_at(150)},
     ),
+    **PRINT_TABLES,
 }
 
 
@@ -616,6 +622,11 @@ def rendered(text: str, blocks: Mapping[str, object]) -> str:
     return re.sub(r"<!-- table (\S+) -->.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
 
 
+def blocks() -> dict[str, object]:
+    """Return the generated parts of README.md by name: the tables, and what is to be run."""
+    return {**TABLES, "to-be-run": remaining.table()}
+
+
 def pages() -> dict[Path, str]:
     """Return both pages as they should be."""
     import verdicts  # it imports this module
@@ -624,7 +635,7 @@ def pages() -> dict[Path, str]:
     text = results.read_text("utf-8")
     page = HERE / "verdicts.md"
     return {
-        results: rendered(text, TABLES),
+        results: rendered(text, blocks()),
         page: rendered(page.read_text("utf-8"), verdicts.blocks(text)),
     }
 

@@ -204,6 +204,10 @@ def resolve(text: str, **options: Any) -> configs.Config:
         ("stragglers = 3", "environment.stragglers is 3; it must be a table"),
         ("stragglers = { slowdown = 2 }", "environment.stragglers.clients is missing"),
         (
+            "inner_delay = { model = 'constant' }",
+            "[environment] inner_delay is Constant(mean=1.0) but delay is None; without delays",
+        ),
+        (
             "stragglers = { clients = 1 }",
             "[environment] stragglers is Stragglers(clients=1, slowdown=5.0) but delay",
         ),

@@ -189,6 +189,22 @@ def test_posted_messages_of_unequal_shapes_and_dtypes_are_collected_together() -
 # Asking on the clock
 
 
+@pytest.mark.parametrize(
+    ("method", "outer", "inner"),
+    [
+        ("simfbo", 1, 0),
+        ("prometheus", 2, 0),  # its first iteration begins with a task without an exchange
+        ("fednest", 2, 8),  # the hypergradient, x; two on y, grad_y f_i, and five products
+        ("aggitd", 2, 3),  # the hypergradient, x; two on y, and grad_y f_i
+    ],
+)
+def test_inner_loops_have_delays_of_their_own(method: str, outer: int, inner: int) -> None:
+    delays = {"delay": Constant(100.0), "inner_delay": Constant(1.0)}
+    algorithm = algorithms.get(method)()
+    run = iterate(fb.tasks.load("quadratic", clients=3), algorithm, 1, environment=delays)
+    assert run.fed.now == 100 * outer + inner
+
+
 def test_an_ask_takes_as_long_as_its_slowest_client() -> None:
     fed = federation(environment={"delay": Constant(2.0), "stragglers": Stragglers(1, 5.0)})
     (slow,) = fed.transport.outcomes.slow_clients

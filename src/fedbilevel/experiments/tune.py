@@ -19,12 +19,12 @@ from fedbilevel.core.extras import import_extra
 from fedbilevel.experiments import config as configs
 from fedbilevel.experiments.config import Config
 from fedbilevel.experiments.schema import Table
+from fedbilevel.experiments.steps import round_to, scale_settings, step_size_level
 from fedbilevel.runs import folder as folders
 
 SCALE_LIMIT = 10.0  # scales lie between 1 / SCALE_LIMIT and SCALE_LIMIT
 EDGE = 0.95  # a scale that is nearer to the limit than this factor lies on the edge
 SCALE_DIGITS = 3
-STEP_DIGITS = 9
 
 
 class Scales(NamedTuple):
@@ -65,23 +65,6 @@ class Trial(NamedTuple):
 # Step sizes and their scales.
 
 
-def step_size_level(setting: str) -> str | None:
-    """Return whose step size a setting is: "x" or "y" (also for z and u), or None.
-
-    Examples:
-        >>> step_size_level("server_lr_x"), step_size_level("lr_u"), step_size_level("local_steps")
-        ('x', 'y', None)
-    """
-    words = set(setting.split("_"))
-    if "lr" not in words:
-        return None
-    if "x" in words:
-        return "x"
-    if words & {"y", "z", "u", "neumann"}:
-        return "y"
-    return None  # `server_lr` is for both levels
-
-
 def check_tunable(label: str, config: Config) -> None:
     """Refuse an algorithm that does not have a step size for each level."""
     levels = {step_size_level(setting) for setting in config.table["algorithm"]}
@@ -95,24 +78,8 @@ def scale_step_sizes(config: Config, scales: Scales) -> Config:
     """Return the config with its step sizes multiplied by the scales of their levels."""
     if scales == Scales():
         return config
-    settings = dict(config.table["algorithm"])
-    for key, value in settings.items():
-        level = step_size_level(key)
-        if level is not None:
-            settings[key] = _multiply(value, getattr(scales, level))
+    settings = scale_settings(config.table["algorithm"], *scales)
     return configs.resolve("trial", {**config.table, "algorithm": settings})
-
-
-def _multiply(step_size: Any, scale: float) -> Any:
-    """Multiply a step size, its bounds or its schedule."""
-    if isinstance(step_size, Mapping):
-        scaled = dict(step_size)
-        for key in scaled.keys() & {"start", "end"}:
-            scaled[key] = _multiply(scaled[key], scale)
-        return scaled
-    if isinstance(step_size, (list, tuple)):
-        return [_multiply(bound, scale) for bound in step_size]
-    return _round(step_size * scale, STEP_DIGITS)
 
 
 def scales_between(settings: Mapping[str, Any], unscaled: Mapping[str, Any]) -> Scales:
@@ -129,7 +96,7 @@ def scales_between(settings: Mapping[str, Any], unscaled: Mapping[str, Any]) -> 
         level = step_size_level(key)
         if level is not None:
             quotient = _magnitude(value) / _magnitude(unscaled[key])
-            scales[level] = _round(quotient, SCALE_DIGITS)
+            scales[level] = round_to(quotient, SCALE_DIGITS)
     return Scales(**scales)
 
 
@@ -140,10 +107,6 @@ def _magnitude(step_size: Any) -> float:
     if isinstance(step_size, (list, tuple)):
         step_size = step_size[0]
     return float(step_size)
-
-
-def _round(value: float, digits: int) -> float:
-    return float(f"{value:.{digits}g}")
 
 
 # Trials in folders.
@@ -269,7 +232,7 @@ def draw_scales(trials: Sequence[Trial], seed: int, number: int) -> Scales:
             study = optuna.create_study(sampler=sampler)
             study.add_trials(history)
             drawn = study.ask(space).params
-        scales = Scales(_round(drawn["x"], SCALE_DIGITS), _round(drawn["y"], SCALE_DIGITS))
+        scales = Scales(round_to(drawn["x"], SCALE_DIGITS), round_to(drawn["y"], SCALE_DIGITS))
         # Runs repeat to the bit: the same scales again would tell nothing new.
         if scales not in [trial.scales for trial in trials]:
             break

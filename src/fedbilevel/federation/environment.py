@@ -90,7 +90,9 @@ class Environment:
         min_replies: The quorum. An `ask` with fewer accepted replies ends the run, and `sample`
             waits until as many clients are available.
         delay: How long a task takes in virtual seconds, whatever its number of steps: one of
-            `fedbilevel.delays`. None: tasks take no time. For simulations, as are the next three.
+            `fedbilevel.delays`. None: tasks take no time. For simulations, as are the next four.
+        inner_delay: How long a task of an inner loop takes: one whose reply has nothing that is
+            shaped like x. None: as `delay` says.
         stragglers: Clients that take longer (`fedbilevel.delays.Stragglers`). None: no client does.
         deadline: The virtual seconds that an `ask` waits; a later reply is lost. None: it waits for
             everyone. Tasks that are posted have no deadline.
@@ -110,8 +112,9 @@ class Environment:
             simulations.
 
     Raises:
-        ValueError: A value is out of its range, `stragglers`, `deadline` or `faults.leave` is given
-            without a delay, or a stage that remembers is combined with submodels.
+        ValueError: A value is out of its range, `inner_delay`, `stragglers`, `deadline` or
+            `faults.leave` is given without a delay, or a stage that remembers is combined with
+            submodels.
         TypeError: A value has a wrong type.
 
     Examples:
@@ -130,6 +133,7 @@ class Environment:
     batch_size: BatchSize = None
     min_replies: Count = 1
     delay: DelayModel | None = None
+    inner_delay: DelayModel | None = None
     stragglers: Stragglers | None = None
     deadline: Positive | None = None
     faults: Faults | None = None
@@ -162,7 +166,8 @@ class Environment:
         return html_table(rows, caption="Environment")
 
     def _check_without_delay(self) -> None:
-        for name, value in (("stragglers", self.stragglers), ("deadline", self.deadline)):
+        for name in ("inner_delay", "stragglers", "deadline"):
+            value = getattr(self, name)
             if value is not None:
                 reason = "without delays there are none"
                 raise ValueError(f"{name} is {value} but delay is None; {reason}")
@@ -192,8 +197,9 @@ class Environment:
             raise ValueError(
                 f"stragglers.clients is {self.stragglers.clients}; there are only {clients} clients"
             )
-        if isinstance(self.delay, Trace):
-            self.delay.check(clients)
+        for delay in (self.delay, self.inner_delay):
+            if isinstance(delay, Trace):
+                delay.check(clients)
         check_size(self.topology, clients)
         if isinstance(self.local_steps, list) and len(self.local_steps) != clients:
             entries = len(self.local_steps)

@@ -259,6 +259,11 @@ class Phase(FrozenDataclass, ABC):
         return None
 
     @property
+    def is_inner(self) -> bool:
+        """Whether it is part of an inner loop: its reply has nothing that is shaped like x."""
+        return "x" not in self.reply.values()
+
+    @property
     def draws(self) -> int:
         """Independent batches per step; above 1, a step is given a tuple of batches."""
         return 1

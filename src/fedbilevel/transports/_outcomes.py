@@ -49,6 +49,7 @@ class OutcomeSampler:
 
     def __init__(self, environment: Environment, clients: int, seed: int) -> None:
         self.delay = environment.delay
+        self.inner_delay = environment.inner_delay
         self.stragglers = environment.stragglers
         self.faults = environment.faults
         self.slow_clients: frozenset[int] = frozenset()
@@ -99,7 +100,14 @@ class OutcomeSampler:
     def _durations(self, tasks: Sequence[Task], keys: Tensor) -> list[float]:
         if self.delay is None:
             return [0.0] * len(tasks)
-        seconds = self.delay.seconds(fold_in(keys, 3), [task.client for task in tasks])
+        keys = fold_in(keys, 3)
+        clients = [task.client for task in tasks]
+        seconds = self.delay.seconds(keys, clients)
+        if self.inner_delay is not None:
+            inner = self.inner_delay.seconds(keys, clients)
+            for j, task in enumerate(tasks):
+                if task.broadcast.phase.is_inner:
+                    seconds[j] = inner[j]
         if self.stragglers is None:
             return seconds
         slowdown = {True: self.stragglers.slowdown, False: 1.0}
