@@ -1,20 +1,26 @@
 """The page: its contents, and its behaviour in a real browser."""
 
+import base64
 import csv
 import dataclasses
 import json
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+from plotly.offline import get_plotlyjs
 
 import fedbilevel as fb
 from fedbilevel import report
+from fedbilevel.report._curves import mean_curve
 from fedbilevel.report._page import page
 from fedbilevel.runs import folder
 from fedbilevel.runs.clients import distribution
@@ -83,6 +89,14 @@ def test_costs_that_older_runs_do_not_have_are_left_out(tmp_path: Path) -> None:
     assert "nan FLOP" not in html
 
 
+def unpacked(html: str) -> dict[str, Any]:
+    """Return what page.js finds in a page."""
+    found = re.search(r'id="data">([^<]*)<', html)
+    assert found
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(found[1])))
+    return data
+
+
 def with_clients(seed: int, values: list[float], name: str = "fedbio") -> RunFolder:
     """A run of two evaluations, with an accuracy of each client at the end."""
     run = run_with(seed, [0, 5], [0.1, 0.5], name=name)
@@ -106,7 +120,11 @@ def test_it_tells_how_a_metric_is_distributed_over_clients() -> None:
         "0.3750 ± 0.1768",
         "0.1021 ± 0.1443",
     ]
-    assert cells[5:] == ["3", "0.2500", "4", "0.7500", "5", "0.5000"]  # of the first seed
+    assert len(cells) == 5
+    data = unpacked(html)
+    assert data["personal"][0]["values"] == {"0": [0.25, 0.5, 0.5, 0.5, 0.75]}
+    cells = re.findall(r'data-value="[^"]*">([^<]*)<', data["clients"]["0"])
+    assert cells == ["3", "0.2500", "4", "0.7500", "5", "0.5000"]  # of the first seed
     assert "simfbo" not in section
     assert 'id="single"' not in page([run_with(0, [0, 5], [0.1, 0.3])])
 
@@ -116,12 +134,45 @@ def test_runs_without_an_evaluation_to_draw_are_refused() -> None:
         page([run_with(0, [], [])])
 
 
+def test_of_many_clients_the_worst_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbilevel.report._page.CLIENT_ROWS", 2)
+    html = page([with_clients(0, [0.25, 0.75, 0.5])])
+    assert "the 2 worst of 3 clients" in html
+    cells = re.findall(r'data-value="[^"]*">([^<]*)<', unpacked(html)["clients"]["0"])
+    assert cells == ["3", "0.2500", "5", "0.5000"]
+
+
 def test_a_page_about_many_long_runs_is_small_and_written_quickly(tmp_path: Path) -> None:
-    write_comparison(tmp_path / "runs", algorithms=8, seeds=5, evaluations=2000)
-    start = time.perf_counter()
+    runs = []
+    for index, name in enumerate(f"trial-{number}" for number in range(200)):
+        noise = np.random.default_rng(index).uniform(0, 1, 1000)
+        run = with_clients(0, [float(value) for value in noise[:40]], name)
+        run.history[:] = [
+            {**run.history[0], "round": k, "wall_s": k + value, "upper_loss": 1 + value}
+            for k, value in enumerate(noise)
+        ]
+        runs.append(run)
+    started = time.process_time()
+    html = page(runs)
+    assert time.process_time() - started < 10
+    assert len(html.encode()) - len(get_plotlyjs().encode()) < 1_000_000
+
+
+def test_settings_that_most_runs_do_not_have_are_marked(tmp_path: Path) -> None:
+    for number, lr_x in enumerate([0.1, 0.1, 0.5]):
+        algorithm = {"name": "fedbio", "lr_x": lr_x, "lr_y": 0.1}
+        write_run(
+            tmp_path / "runs" / f"{number} #", "fedbio", 0, 2, algorithm=algorithm, weights=number
+        )
     report.write_page([tmp_path / "runs"], tmp_path / "page.html")
-    assert time.perf_counter() - start < 10
-    assert (tmp_path / "page.html").stat().st_size < 10_000_000
+    html = (tmp_path / "page.html").read_text()
+    section = html[html.index('id="configuration"') :]
+    assert re.findall(r'<td(?: class="(\w*)")?>([\d.]+)</td>', section) == [
+        ("", "0.1"), ("", "0"), ("", "0.1"), ("", "1"), ("differs", "0.5"), ("", "2")
+    ]  # fmt: skip
+    assert 'href="runs/2%20%23"' in section
+    assert "lr_y = 0.1" in section
+    assert "lr_x = " not in section
 
 
 # In a browser.
@@ -226,6 +277,7 @@ def test_page_and_charts_follow_the_colour_scheme_while_open(opened: Page) -> No
 def test_on_a_phone_only_tables_scroll_sideways(opened: Page) -> None:
     opened.set_viewport_size({"width": 390, "height": 844})
     expect(opened.locator("#test_accuracy .main-svg").first).to_have_css("width", "358px")
+    opened.wait_for_selector("body[aria-busy=false]")  # the charts below are drawn later
     assert opened.evaluate("document.documentElement.scrollWidth") <= 390
     assert opened.locator("[data-axis]:visible .scroll").evaluate(
         "box => box.scrollWidth > box.clientWidth"
@@ -342,3 +394,70 @@ def test_hostile_names_are_shown_as_text(opened: Page) -> None:
     assert opened.locator("img").count() == 0
     assert opened.get_by_role("checkbox", name=HOSTILE).count() == 1
     assert HOSTILE in opened.locator("#test_accuracy .legendtext").all_text_contents()
+
+
+def test_of_many_curves_the_best_are_drawn_in_colour_and_the_others_in_grey(
+    browser: Browser, tmp_path: Path
+) -> None:
+    runs = []
+    for number in range(40):
+        top = 0.5 + 0.01 * ((7 * number) % 40)  # trial-17 is the best: 7 * 17 = 39 modulo 40
+        runs.append(run_with(0, [0, 5, 10], [0.1, top - 0.1, top], name=f"trial-{number}"))
+    file = tmp_path / "page.html"
+    file.write_text(page(runs))
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(file.as_uri())
+    tab.wait_for_selector("#test_accuracy .xtitle")
+    names = "document.getElementById('test_accuracy').data.map((trace) => trace.name)"
+    traces = tab.evaluate(names)
+    assert len(traces) == 1 + 10
+    assert traces[1] == "trial-17"
+    grey = "document.getElementById('test_accuracy').data[0]"
+    assert tab.evaluate(f"new Set({grey}.text).size") == 30 + 1  # with the gaps
+    assert tab.evaluate(f"{grey}.y.length") == 30 * (3 + 1)
+    tab.get_by_label("Others in grey").uncheck()
+    assert len(tab.evaluate(names)) == 10
+    tab.get_by_role("button", name="All", exact=True).click()
+    assert len(tab.evaluate(names)) == 16  # one per style
+    points = "document.getElementById('test_accuracy').data.map((trace) => trace.y.length)"
+    assert sum(tab.evaluate(points)) == 40 * (3 + 1)
+    tab.locator("#filter").fill("trial-3")
+    assert tab.locator("[name=curve]:visible").count() == 11  # 3 and 30 to 39
+    tab.get_by_role("button", name="Best 10").click()
+    assert set(tab.evaluate(names)) < {"trial-3", *(f"trial-{k}" for k in range(30, 40))}
+    tab.close()
+
+
+def test_the_page_averages_over_seeds_as_the_figure_does(browser: Browser, tmp_path: Path) -> None:
+    runs = [
+        run_with(0, [0, 10, 10, 20, 30], [0.1, 0.2, 0.4, None, 0.9]),
+        run_with(1, [5, 12, 25], [0.25, 0.5, 0.75]),
+    ]
+    expected = mean_curve(runs, "round", "test_accuracy")
+    assert expected is not None
+    file = tmp_path / "page.html"
+    file.write_text(page(runs))
+    tab = browser.new_page()
+    tab.goto(file.as_uri())
+    tab.wait_for_selector("#test_accuracy .xtitle")
+    low, high, mean = tab.evaluate(
+        "document.getElementById('test_accuracy').data.map(({ x, y }) => [x, y])"
+    )
+    for (x, y), values in ((low, expected.low), (high, expected.high), (mean, expected.mean)):
+        np.testing.assert_allclose(x, expected.x)
+        np.testing.assert_allclose(y, values)
+    tab.close()
+
+
+def test_clients_are_shown_as_a_histogram(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(page([with_clients(0, [0.0, 0.04, 0.5, 1.0])]))
+    tab = browser.new_page()
+    tab.goto(file.as_uri())
+    tab.get_by_text("histogram", exact=True).click()
+    chart = "document.getElementById('clients-test_accuracy')"
+    expect(tab.locator("#clients-test_accuracy .xtitle")).to_have_text("Test accuracy")
+    shares = tab.evaluate(f"{chart}.data[0].y")
+    assert [shares[0], shares[10], shares[19]] == [50, 25, 25]
+    assert sum(shares) == 100
+    tab.close()

@@ -57,7 +57,7 @@ def write_page(paths: Sequence[Path | str], out: Path | str, command: str = "") 
     """
     from fedbilevel.report._page import page  # plotly takes long to import
 
-    html = page(read_runs(paths), command)
+    html = page(read_runs(paths), command, Path(out).parent)
     Path(out).write_text(html, encoding="utf-8", newline="\n")
 
 

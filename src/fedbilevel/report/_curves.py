@@ -180,11 +180,12 @@ def judged_by(runs: Sequence[RunFolder]) -> Metric:
     return Metric(name, direction, tuple(targets))
 
 
-def needs_log_scale(curves: Iterable[Curve]) -> bool:
+def needs_log_scale(columns: Iterable[Array]) -> bool:
     """Whether all values are positive, and more than one and a half decades apart."""
-    curves = list(curves)
-    if not curves:
+    known = [values[np.isfinite(values)] for values in columns]
+    known = [values for values in known if len(values)]
+    if not known:
         return False
-    low = min(curve.low.min() for curve in curves)
-    high = max(curve.high.max() for curve in curves)
+    low = min(values.min() for values in known)
+    high = max(values.max() for values in known)
     return bool(low > 0 and high > 30 * low)

@@ -119,7 +119,8 @@ def _draw(plot: Axes, groups: Sequence[Group], axis: Axis, metric: str, labelled
         plot.fill_between(x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
     plot.set(xlabel=axis.heading(largest), ylabel=metric_title(metric))
     plot.margins(x=0)
-    if needs_log_scale(curves.values()):
+    edges = [edge for curve in curves.values() for edge in (curve.low, curve.high)]
+    if needs_log_scale(edges):
         _set_log_scale(plot)
 
 

@@ -2,43 +2,37 @@
 
 import base64
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata, resources
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
-import numpy as np
 import tomli_w
 from plotly.offline import get_plotlyjs
 
 from fedbilevel import __version__
-from fedbilevel.report._axes import AXES, Axis, Spread, metric_title, spread
+from fedbilevel.report._axes import AXES, Spread, metric_title, spread
 from fedbilevel.report._curves import (
     DARK,
     LIGHT,
-    MAX_POINTS,
-    Array,
-    Curve,
     Group,
-    column,
     curve_style,
     drawable,
     group_runs,
     main_metrics,
-    mean_curve,
-    needs_log_scale,
 )
+from fedbilevel.report._data import chart_data, packed
 from fedbilevel.report._personal import (
     COLUMNS,
-    LINES,
     client_values,
     distributions,
-    final_values,
     personal_metrics,
+    worst,
 )
 from fedbilevel.report._tables import (
     Row,
@@ -46,7 +40,9 @@ from fedbilevel.report._tables import (
     config_differences,
     phase_costs,
     rank,
+    shared_settings,
     table_rows,
+    unusual,
 )
 from fedbilevel.runs.folder import RunFolder
 
@@ -64,59 +60,101 @@ CLIENT_COLUMNS = {
 }
 
 
-def page(runs: Sequence[RunFolder], command: str = "") -> str:
-    """Return the page as HTML."""
+MANY = 20  # curves: of more, the page shows the first ones in colour and the others in grey
+SHOWN = 10  # curves in colour at first, if there are many
+CLIENT_ROWS = 5_000  # in the tables of single clients
+
+
+def page(runs: Sequence[RunFolder], command: str = "", folder: Path | str = "") -> str:
+    """Return the page as HTML; its links to run folders are relative to `folder`."""
     groups = group_runs(runs)
     axes, metrics = drawable(runs)
     rows = table_rows(groups)
     rankings = {axis.key: rank(rows, axis.key) for axis in axes}
+    if len(groups) > MANY:  # the best ones get the first colours
+        group_of = {id(row): group for row, group in zip(rows, groups, strict=True)}
+        groups = [group_of[id(row)] for row in rankings[axes[0].key]]
     judge = rows[0].metric
     shown = [name for name in main_metrics(runs) if name in metrics] or metrics[:1]
-    finals = [name for name, _ in rows[0].finals.items() if any(row.finals[name] for row in rows)]
-    scripts = [get_plotlyjs(), _read("page.js")]
+    finals = [name for name in rankings[axes[0].key][0].finals if _any_final(rows, name)]
     personal = personal_metrics(groups)
-    data = json.dumps(
-        {**_chart_data(groups, axes, metrics), "personal": _personal_data(groups, personal)},
-        separators=(",", ":"),
-    )
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(_read),
     )
-    return environment.from_string(_read("page.html")).render(
+    environment.globals |= {
+        "spread": spread,
+        "format_plain": Spread.format,
+        "title_of": metric_title,
+        "finals": finals,
+        "judge": judge,
+        "personal": personal,
+    }
+    tables: Any = environment.get_template("tables.html").module
+    data = chart_data(groups, axes, metrics, personal)
+    data["rankings"] = {}
+    for axis in axes:
+        lowest = _lowest_costs(rows, axis.key)
+        data["rankings"][axis.key] = tables.ranking(axis, rankings[axis.key], lowest)
+    data["clients"] = {}
+    client_counts = {}
+    for index, group in enumerate(groups):
+        clients = client_values(group, personal)
+        if clients:
+            kept = worst(clients, personal[0], CLIENT_ROWS // len(groups))
+            data["clients"][index] = tables.clients(group.label, kept)
+            client_counts[index] = {"shown": len(kept), "all": len(clients)}
+    scripts = [get_plotlyjs(), _read("page.js")]
+    return environment.get_template("page.html").render(
         title=_title(groups),
         palettes={"light": LIGHT, "dark": DARK},
         css=_read("page.css"),
         script_hashes=[_base64(hashlib.sha256(text.encode()).digest()) for text in scripts],
         scripts=scripts,
-        data=data.replace("<", "\\u003c"),  # `<` could end the element around the data
+        data=packed(data),
         runs=runs,
         groups=groups,
+        is_many=len(groups) > MANY,
+        drawn=SHOWN if len(groups) > MANY else len(groups),
         styles=[curve_style(index) for index in range(len(groups))],
         axes=axes,
         metrics={metric: metric_title(metric) for metric in metrics},
         shown=shown,
-        judge=judge,
-        title_of=metric_title,
-        finals=finals,
-        targets=judge.targets,
+        best=rankings[axes[0].key][0],
+        ranking=data["rankings"][axes[0].key],
         origin=_origin(command),
-        rankings=rankings,
-        lowest_costs={axis.key: _lowest_costs(rows, axis.key) for axis in axes},
         phase_columns=PHASE_COLUMNS,
         phase_costs=[(group.label, list(phase_costs(group).items())) for group in groups],
         client_columns=CLIENT_COLUMNS,
         client_costs=[(group.label, _client_lines(group)) for group in groups],
-        personal=personal,
         personal_columns=COLUMNS,
         distributions={name: distributions(groups, name) for name in personal},
-        client_tables=[
-            (group.label, group.runs[0].seed, client_values(group, personal)) for group in groups
-        ],
-        differences=config_differences(groups),
-        configs=[_config(group) for group in groups],
-        spread=spread,
-        format_plain=Spread.format,
+        client_counts=client_counts,
+        shared=tomli_w.dumps(shared_settings(groups)),
+        differences=_differences(groups),
+        links=[[_link(run, Path(folder)) for run in group.runs] for group in groups],
     )
+
+
+def _any_final(rows: Iterable[Row], name: str) -> bool:
+    return any(row.finals[name] for row in rows)
+
+
+def _differences(groups: Sequence[Group]) -> dict[str, list[tuple[str, bool]]]:
+    """Return by key the value of each group, as text, and whether it is unusual."""
+    differences = {}
+    for key, values in config_differences(groups).items():
+        texts = ["–" if value is None else str(value) for value in values]
+        differences[key] = list(zip(texts, unusual(values), strict=True))
+    return differences
+
+
+def _link(run: RunFolder, folder: Path) -> str:
+    """Return the place of a run as an address relative to a folder."""
+    return quote(Path(os.path.relpath(run.path, folder.resolve())).as_posix())
 
 
 def _read(name: str) -> str:
@@ -125,81 +163,6 @@ def _read(name: str) -> str:
 
 def _base64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
-
-
-def _chart_data(
-    groups: Sequence[Group], axes: Sequence[Axis], metrics: Sequence[str]
-) -> dict[str, Any]:
-    """Return what page.js draws: for each curve, its values along each axis for each metric."""
-    curves: list[dict[str, Any]] = []
-    for index, group in enumerate(groups):
-        colour, dash = curve_style(index)
-        curves.append({"label": group.label, "colour": colour, "dash": dash, "values": {}})
-    headings: dict[str, str] = {}
-    charts: dict[str, dict[str, object]] = {}
-    for axis in axes:
-        drawn: dict[tuple[int, str], Curve] = {}
-        for index, group in enumerate(groups):
-            for metric in metrics:
-                curve = mean_curve(group.runs, axis.key, metric)
-                if curve is not None:
-                    drawn[index, metric] = curve
-        largest = max((float(curve.x[-1]) for curve in drawn.values()), default=0.0)
-        divisor, _ = axis.unit(largest)
-        headings[axis.key] = axis.heading(largest)
-        for metric in metrics:
-            if metric not in charts:
-                of_metric = [curve for (_, name), curve in drawn.items() if name == metric]
-                title = metric_title(metric)
-                charts[metric] = {"title": title, "log": needs_log_scale(of_metric)}
-        for (index, metric), curve in drawn.items():
-            values = {"x": _floats(curve.x / divisor), "mean": _floats(curve.mean)}
-            if len(groups[index].runs) > 1:
-                values |= {"low": _floats(curve.low), "high": _floats(curve.high)}
-            curves[index]["values"].setdefault(axis.key, {})[metric] = values
-        for entry in curves:
-            entry.setdefault("divisors", {})[axis.key] = divisor
-    for index, group in enumerate(groups):
-        if len(group.runs) > 1:
-            curves[index]["seeds"] = [_seed_data(run, axes, metrics) for run in group.runs]
-    return {"axes": headings, "charts": charts, "curves": curves}
-
-
-def _personal_data(groups: Sequence[Group], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what page.js draws of single clients: for each metric a chart of rounds and one of
-    clients, with the values of each curve.
-    """
-    charts = []
-    for name in names:
-        curves = []
-        for index, group in enumerate(groups):
-            lines = {}
-            for suffix, title in LINES.items():
-                curve = mean_curve(group.runs, "round", f"{name}_{suffix}")
-                if curve is not None:
-                    lines[title] = {"x": _floats(curve.x), "y": _floats(curve.mean)}
-            values = np.sort(final_values(group, name))
-            curves.append({"curve": index, "lines": lines, "values": _floats(values)})
-        charts.append({"metric": name, "title": metric_title(name), "curves": curves})
-    return charts
-
-
-def _seed_data(run: RunFolder, axes: Sequence[Axis], metrics: Sequence[str]) -> dict[str, Any]:
-    """Return the numbers of one run, thinned to what a screen can show."""
-    count = len(run.history)
-    kept = np.arange(count)
-    if count > MAX_POINTS:
-        kept = np.linspace(0, count - 1, MAX_POINTS).round().astype(int)
-    numbers = {}
-    for key in (*(axis.key for axis in axes), *metrics):
-        numbers[key] = _floats(column(run, key)[kept])
-    return {"seed": run.seed, "numbers": numbers}
-
-
-def _floats(values: Array) -> str:
-    """Return little-endian 32-bit floats in base64; what does not fit is infinite."""
-    with np.errstate(over="ignore"):
-        return _base64(values.astype("<f4").tobytes())
 
 
 def _origin(command: str) -> str:
@@ -245,9 +208,3 @@ def _client_lines(group: Group) -> list[tuple[str, dict[str, float]]]:
         text = f"{costs['clients']:,.1f}".removesuffix(".0")
         lines.append((text, costs))
     return lines
-
-
-def _config(group: Group) -> str:
-    config = dict(group.runs[0].config)
-    del config["seed"]
-    return tomli_w.dumps(config)

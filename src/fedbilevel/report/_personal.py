@@ -7,6 +7,7 @@ import numpy as np
 
 from fedbilevel.report._axes import Spread, spread
 from fedbilevel.report._curves import Array, Group
+from fedbilevel.runs.clients import smaller_is_better
 from fedbilevel.runs.folder import RunFolder
 
 # What is said of a distribution; the keys are those of `fedbilevel.runs.clients.distribution`.
@@ -53,7 +54,10 @@ def distributions(groups: Sequence[Group], name: str) -> list[tuple[str, dict[st
     return rows
 
 
-def client_values(group: Group, names: Sequence[str]) -> list[tuple[int, list[float | None]]]:
+Clients = list[tuple[int, list[float | None]]]
+
+
+def client_values(group: Group, names: Sequence[str]) -> Clients:
     """Return every client of the first seed with its last value of each metric."""
     table: dict[int, list[float | None]] = {}
     metrics = _metrics_of(group.runs[0])
@@ -62,3 +66,16 @@ def client_values(group: Group, names: Sequence[str]) -> list[tuple[int, list[fl
         for client, value in zip(entry["clients"], entry["values"], strict=True):
             table.setdefault(client, [None] * len(names))[column] = value
     return sorted(table.items())
+
+
+def worst(clients: Clients, name: str, count: int) -> Clients:
+    """Return the clients with the worst values of the first metric, which has this name."""
+    sign = -1 if smaller_is_better(name) else 1
+
+    def goodness(client: tuple[int, list[float | None]]) -> float:
+        first = client[1][0]
+        if first is None:
+            return np.inf
+        return sign * first
+
+    return sorted(sorted(clients, key=goodness)[:count])

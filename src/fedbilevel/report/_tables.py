@@ -1,7 +1,7 @@
 """The tables of a report: the ranking, costs by phase and by client, differing settings."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from fedbilevel.report._axes import AXES, Spread, spread
 from fedbilevel.report._curves import Group, column, evaluated, judged_by
-from fedbilevel.runs.folder import RunFolder
+from fedbilevel.runs.folder import RunFolder, Table
 from fedbilevel.runs.metric import Metric
 
 PHASE_COSTS = ("rounds", "bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes")
@@ -168,6 +168,37 @@ def config_differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
         if any(value != values[0] for value in values):
             differences[key] = values
     return differences
+
+
+def shared_settings(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the settings that all groups share, as nested tables."""
+    names = {group.runs[0].config["algorithm"]["name"] for group in groups}
+    left_out = {"seed", *config_differences(groups)}
+    if len(names) > 1:
+        left_out.add("algorithm.name")
+    return _without(groups[0].runs[0].config, left_out)
+
+
+def _without(table: Mapping[str, Any], left_out: Container[str], prefix: str = "") -> Table:
+    """Return a table without the keys that are named with the tables around them."""
+    kept: Table = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            inner = _without(value, left_out, f"{prefix}{key}.")
+            if inner:
+                kept[key] = inner
+        elif prefix + key not in left_out:
+            kept[key] = value
+    return kept
+
+
+def unusual(values: Sequence[Any]) -> list[bool]:
+    """Return which values differ from the one that more than half of all are, if there is one."""
+    for usual in values:
+        differ = [value != usual for value in values]
+        if sum(differ) < len(values) / 2:
+            return differ
+    return [False] * len(values)
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,18 +1,33 @@
 "use strict";
-(() => {
-  const { axes, charts, curves, personal } = JSON.parse(document.getElementById("data").textContent);
+(async () => {
+  const MERGED = 24; // if more curves are shown, those of one style are one trace, without bands
+  const BINS = 20;
+  const DASHES = ["solid", "dash", "dot"];
+
   const controls = document.querySelector(".controls");
   const boxes = [...controls.querySelectorAll("[name=curve]")];
   const metricBoxes = [...controls.querySelectorAll("[name=metric]")];
   const narrow = matchMedia("(max-width: 44rem)");
   const touch = matchMedia("(pointer: coarse)");
 
-  const floats = (base64) => {
+  async function unpack(base64) {
     const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-    return new Float32Array(bytes.buffer);
-  };
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return new Response(stream).json();
+  }
+
+  if (!("DecompressionStream" in window)) {
+    document.querySelector(".charts").textContent = "The charts need a browser of 2023 or later.";
+    return;
+  }
+  const { axes, divisors, charts, columns, curves, personal, rankings, clients } = await unpack(
+    document.getElementById("data").textContent,
+  );
+  const isMany = boxes.length > 0 && document.getElementById("filter") !== null;
+
   // Plotly interprets tags in text, but labels are plain text.
   const escapeTags = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+  const names = curves.map((curve) => escapeTags(curve.label));
 
   // The mean over a window of up to `width` values on each side.
   function smooth(values, width) {
@@ -24,83 +39,189 @@
     });
   }
 
-  function seedTraces(curve, axis, metric, base, width) {
-    return (curve.seeds ?? []).map(({ seed, numbers }) => {
-      const divisor = curve.divisors[axis];
-      const x = floats(numbers[axis]).map((value) => value / divisor);
-      const line = { ...base.line, width: 1 };
-      const hovertemplate = `%{y:.4~g} (seed ${seed})`;
-      const y = smooth(floats(numbers[metric]), width);
-      return { ...base, x, y, line, hovertemplate, opacity: 0.6, showlegend: false };
+  // The points of one run; of several evaluations at one x the last one counts.
+  function points(run, axis, metric) {
+    const allX = columns[run.columns[axis]];
+    const allY = columns[run.columns[metric]];
+    const x = [];
+    const y = [];
+    if (!allX || !allY) return { x, y };
+    allX.forEach((value, i) => {
+      if (value === null || allY[i] === null) return;
+      const place = value / divisors[axis];
+      if (place === x.at(-1)) {
+        y[y.length - 1] = allY[i];
+      } else {
+        x.push(place);
+        y.push(allY[i]);
+      }
+    });
+    return { x, y };
+  }
+
+  // The values of a polygon at increasing places, all within its range.
+  function interpolate(places, { x, y }) {
+    let i = 0;
+    return places.map((place) => {
+      while (i < x.length - 2 && x[i + 1] < place) i += 1;
+      if (x.length === 1 || place <= x[i]) return y[i];
+      const share = Math.min(1, (place - x[i]) / (x[i + 1] - x[i]));
+      return y[i] + share * (y[i + 1] - y[i]);
     });
   }
 
-  function traces(curve, index, axis, metric, style, { width, seeds }) {
-    const values = curve.values[axis]?.[metric];
-    if (!values) return [];
-    const shown = boxes[index].checked;
-    const colour = style.getPropertyValue(`--curve-${curve.colour}`);
-    const x = floats(values.x);
-    const mean = {
+  // Mean, smallest and largest value over the seeds, where all of them have been.
+  function average(runs, axis, metric) {
+    const series = runs.map((run) => points(run, axis, metric)).filter(({ x }) => x.length > 0);
+    if (series.length === 0) return { x: [], mean: [] };
+    if (series.length === 1) return { x: series[0].x, mean: series[0].y };
+    const start = Math.max(...series.map(({ x }) => x[0]));
+    const end = Math.min(...series.map(({ x }) => x.at(-1)));
+    const places = [...new Set(series.flatMap(({ x }) => x))];
+    const x = places.filter((place) => place >= start && place <= end).sort((a, b) => a - b);
+    const values = series.map((of_seed) => interpolate(x, of_seed));
+    const over = (reduce) => x.map((_, i) => reduce(values.map((of_seed) => of_seed[i])));
+    return {
       x,
-      y: smooth(floats(values.mean), width),
-      name: escapeTags(curve.label),
+      mean: over((seeds) => seeds.reduce((sum, value) => sum + value, 0) / seeds.length),
+      low: over((seeds) => Math.min(...seeds)),
+      high: over((seeds) => Math.max(...seeds)),
+    };
+  }
+
+  const averages = new Map();
+  function averageOf(index, axis, metric) {
+    const key = `${index} ${axis} ${metric}`;
+    if (!averages.has(key)) averages.set(key, average(curves[index].runs, axis, metric));
+    return averages.get(key);
+  }
+
+  // The traces of one curve: its mean, and a band or the single seeds.
+  function traces(index, axis, metric, colour, { width, seeds }) {
+    const { x, mean, low, high } = averageOf(index, axis, metric);
+    if (x.length === 0) return [];
+    const visible = boxes[index].checked;
+    const line = { color: colour, width: 2, dash: curves[index].dash };
+    const main = {
+      x,
+      y: smooth(mean, width),
+      name: names[index],
       mode: x.length > 1 ? "lines" : "markers",
-      line: { color: colour, width: 2, dash: curve.dash },
+      line,
       marker: { color: colour },
       meta: index,
       legendrank: index,
-      visible: shown || "legendonly",
+      visible: visible || "legendonly",
       hovertemplate: "%{y:.4~g}",
     };
-    if (!values.low) return [mean];
+    if (!low) return [main];
     if (seeds) {
-      const visible = shown;
-      return [...seedTraces(curve, axis, metric, { ...mean, visible }, width), mean];
+      const single = curves[index].runs.map((run) => {
+        const { x, y } = points(run, axis, metric);
+        const hovertemplate = `%{y:.4~g} (seed ${run.seed})`;
+        const thin = { line: { ...line, width: 1 }, opacity: 0.6, showlegend: false };
+        return { ...main, ...thin, visible, x, y: smooth(y, width), hovertemplate };
+      });
+      return [...single, main];
     }
-    const low = smooth(floats(values.low), width);
-    const high = smooth(floats(values.high), width);
-    const edge = {
-      x,
-      mode: "lines",
-      line: { width: 0 },
-      showlegend: false,
-      hoverinfo: "skip",
-      visible: shown,
-    };
-    mean.customdata = Array.from(low, (value, i) => [value, high[i]]);
-    mean.hovertemplate += " (%{customdata[0]:.4~g} to %{customdata[1]:.4~g})";
-    const band = { ...edge, y: high, fill: "tonexty", fillcolor: `${colour}28` };
-    return [{ ...edge, y: low }, band, mean];
+    const smoothLow = smooth(low, width);
+    const smoothHigh = smooth(high, width);
+    const quiet = { mode: "lines", line: { width: 0 }, showlegend: false, hoverinfo: "skip" };
+    const band = { fill: "tonexty", fillcolor: `${colour}28` };
+    main.customdata = smoothLow.map((value, i) => [value, smoothHigh[i]]);
+    main.hovertemplate += " (%{customdata[0]:.4~g} to %{customdata[1]:.4~g})";
+    return [
+      { ...quiet, visible, x, y: smoothLow },
+      { ...quiet, visible, x, y: smoothHigh, ...band },
+      main,
+    ];
   }
 
-  const DASHES = ["solid", "dash", "dot"];
+  // Several curves as one trace with gaps: hundreds of traces would be slow.
+  function merged(indices, axis, metric, line, { width }) {
+    const trace = { x: [], y: [], text: [], mode: "lines", line, showlegend: false };
+    for (const index of indices) {
+      const { x, mean } = averageOf(index, axis, metric);
+      const y = smooth(mean, width);
+      for (let i = 0; i < x.length; i += 1) {
+        trace.x.push(x[i]);
+        trace.y.push(y[i]);
+        trace.text.push(names[index]);
+      }
+      trace.x.push(null);
+      trace.y.push(null);
+      trace.text.push("");
+    }
+    return { ...trace, visible: true, hovertemplate: "%{text} %{y:.4~g}<extra></extra>" };
+  }
+
+  // What one chart shows: few curves with their bands, many merged, and the others in grey.
+  function chartTraces(axis, metric, style, options) {
+    const colourOf = ({ colour }) => style.getPropertyValue(`--curve-${colour}`);
+    const indices = [...curves.keys()];
+    const shown = indices.filter((index) => boxes[index].checked);
+    const data = [];
+    if (isMany && options.others) {
+      const line = { color: style.getPropertyValue("--others"), width: 1 };
+      const others = indices.filter((index) => !boxes[index].checked);
+      data.push(merged(others, axis, metric, line, options));
+    }
+    if (shown.length > MERGED) {
+      const styles = new Map();
+      for (const index of shown) {
+        const key = `${curves[index].colour} ${curves[index].dash}`;
+        styles.set(key, [...(styles.get(key) ?? []), index]);
+      }
+      for (const same of styles.values()) {
+        const line = { color: colourOf(curves[same[0]]), width: 1.5, dash: curves[same[0]].dash };
+        data.push(merged(same, axis, metric, line, options));
+      }
+      return data;
+    }
+    for (const index of isMany ? shown : indices) {
+      data.push(...traces(index, axis, metric, colourOf(curves[index]), options));
+    }
+    return data;
+  }
 
   // Two charts per metric of single clients: over rounds, and over the clients at the end.
-  function personalTraces(chart, style) {
+  function personalTraces(chart, style, view) {
     const rounds = [];
-    const clients = [];
-    for (const { curve, lines, values } of chart.curves) {
-      const { label, colour } = curves[curve];
-      const color = style.getPropertyValue(`--curve-${colour}`);
-      const visible = boxes[curve].checked;
-      const base = { visible, legendgroup: label, mode: "lines" };
-      Object.entries(lines).forEach(([title, { x, y }], index) => {
-        const line = { color, width: 2, dash: DASHES[index] };
-        const name = escapeTags(label);
+    const atEnd = [];
+    const all = Object.values(chart.values).flat();
+    const low = all.reduce((least, value) => Math.min(least, value), Infinity);
+    const high = all.reduce((most, value) => Math.max(most, value), -Infinity);
+    for (const [key, values] of Object.entries(chart.values)) {
+      const index = Number(key);
+      if (!boxes[index].checked) continue;
+      const color = style.getPropertyValue(`--curve-${curves[index].colour}`);
+      const base = { visible: true, legendgroup: names[index], name: names[index], mode: "lines" };
+      Object.entries(chart.lines).forEach(([title, metric], place) => {
+        const { x, mean } = averageOf(index, "round", metric);
+        const line = { color, width: 2, dash: DASHES[place] };
         const hovertemplate = `%{y:.4~g} (${title.toLowerCase()})`;
-        const points = { x: floats(x), y: floats(y) };
-        const mode = points.x.length > 1 ? "lines" : "markers";
-        rounds.push({ ...base, ...points, name, mode, line, hovertemplate, showlegend: false });
+        const mode = x.length > 1 ? "lines" : "markers";
+        rounds.push({ ...base, x, y: mean, mode, line, hovertemplate, showlegend: false });
       });
-      const sorted = floats(values);
-      const x = Array.from(sorted, (_, i) => (100 * (i + 1)) / sorted.length);
-      const line = { color, width: 2, shape: "vh" };
-      const hovertemplate = "%{y:.4~g}";
-      const name = escapeTags(label);
-      clients.push({ ...base, x, y: sorted, name, line, hovertemplate, showlegend: true });
+      const drawn = view === "histogram" ? histogram(values, low, high) : ordered(values);
+      const line = { color, width: 2, shape: drawn.shape };
+      atEnd.push({ ...base, ...drawn, line, hovertemplate: "%{y:.4~g}", showlegend: true });
     }
-    return { rounds, clients };
+    return { rounds, atEnd };
+  }
+
+  function ordered(values) {
+    const x = values.map((_, i) => (100 * (i + 1)) / values.length);
+    return { x, y: values, shape: "vh" };
+  }
+
+  function histogram(values, low, high) {
+    const width = (high - low || 1) / BINS;
+    const y = new Array(BINS).fill(0);
+    for (const value of values) {
+      y[Math.min(BINS - 1, Math.floor((value - low) / width))] += 100 / values.length;
+    }
+    return { x: y.map((_, i) => low + (i + 0.5) * width), y, shape: "hvh" };
   }
 
   // The range of the numbers that are shown, with a margin.
@@ -110,7 +231,7 @@
     for (const trace of data) {
       if (trace.visible !== true) continue;
       for (const value of trace.y) {
-        if (!Number.isFinite(value) || (logarithmic && value <= 0)) continue;
+        if (value === null || (logarithmic && value <= 0)) continue;
         const place = logarithmic ? Math.log10(value) : value;
         low = Math.min(low, place);
         high = Math.max(high, place);
@@ -121,19 +242,37 @@
     return [low - margin, high + margin];
   }
 
-  function draw() {
-    const axis = controls.querySelector("[name=axis]:checked").value;
-    const chosen = controls.querySelector("[name=scale]:checked").value;
+  const chosen = (name) => document.querySelector(`[name=${name}]:checked`)?.value;
+
+  function plot(id, data, layout) {
+    const saveAsSvg = {
+      name: "Save as SVG",
+      icon: Plotly.Icons.disk,
+      click: (chart) => Plotly.downloadImage(chart, { format: "svg", filename: id }),
+    };
+    Plotly.react(id, data, layout, {
+      responsive: true,
+      displaylogo: false,
+      displayModeBar: touch.matches ? false : "hover",
+      modeBarButtons: [["toImage", saveAsSvg, "zoom2d", "pan2d", "resetScale2d"]],
+    });
+  }
+
+  // Functions that draw one chart each, by the id of its element.
+  function drawings() {
+    const axis = chosen("axis");
+    const scale = chosen("scale");
     const options = {
       width: Number(controls.querySelector("[name=smoothing]").value),
       seeds: controls.querySelector("[name=seeds]")?.checked,
+      others: controls.querySelector("[name=others]")?.checked,
     };
     const style = getComputedStyle(document.documentElement);
     const [text, muted, border, background] = ["text", "muted", "border", "background"].map(
       (name) => style.getPropertyValue(`--${name}`),
     );
-    const shown = metricBoxes.filter((box) => box.checked).map((box) => box.value);
-    const scale = (title) => ({
+    const count = boxes.filter((box) => box.checked).length;
+    const axisOf = (title) => ({
       title: { text: title, font: { size: 13 }, standoff: 10 },
       color: muted,
       gridcolor: border,
@@ -146,66 +285,87 @@
       paper_bgcolor: background,
       plot_bgcolor: background,
       margin: { l: 56, r: 12, t: 28, b: 48 },
-      hovermode: narrow.matches ? "closest" : "x unified",
+      hovermode: narrow.matches || isMany ? "closest" : "x unified",
       hoverlabel: { bgcolor: background, bordercolor: border, font: { color: text } },
       dragmode: touch.matches ? false : "zoom", // a finger on a chart scrolls the page
     };
-    const plot = (id, data, layout) => {
-      const saveAsSvg = {
-        name: "Save as SVG",
-        icon: Plotly.Icons.disk,
-        click: (chart) => Plotly.downloadImage(chart, { format: "svg", filename: id }),
-      };
-      Plotly.react(id, data, layout, {
-        responsive: true,
-        displaylogo: false,
-        displayModeBar: touch.matches ? false : "hover",
-        modeBarButtons: [["toImage", saveAsSvg, "zoom2d", "pan2d", "resetScale2d"]],
+    const below = { orientation: "h", y: -0.25, yanchor: "top" };
+    const found = new Map();
+    const shown = metricBoxes.filter((box) => box.checked).map((box) => box.value);
+    shown.forEach((metric, position) => {
+      const chart = charts[metric];
+      const isLogarithmic = scale === "automatic" ? chart.log : scale === "logarithmic";
+      const logarithmic = isLogarithmic && { type: "log", nticks: 4, exponentformat: "power" };
+      found.set(metric, () => {
+        const data = chartTraces(axis, metric, style, options);
+        plot(metric, data, {
+          ...common,
+          xaxis: { ...axisOf(axes[axis]), rangemode: "tozero" },
+          yaxis: { ...axisOf(chart.title), ...logarithmic, range: range(data, isLogarithmic) },
+          showlegend: position === 0 && count <= MERGED,
+          legend: { traceorder: "normal", ...((narrow.matches || isMany) && below) },
+          uirevision: [axis, scale, boxes.map((box) => box.checked)].join(), // a zoom stays until then
+        });
+        if (position === 0) listenToLegend(document.getElementById(metric));
       });
-    };
-    Object.entries(charts).forEach(([metric, chart]) => {
+    });
+    const view = chosen("view");
+    for (const chart of personal) {
+      const atEnd =
+        view === "histogram"
+          ? [axisOf(chart.title), axisOf("Share of the clients (%)")]
+          : [axisOf("Share of the clients (%)"), axisOf(chart.title)];
+      const show = (id, key, xaxis, yaxis) =>
+        found.set(id, () => {
+          const data = personalTraces(chart, style, view)[key];
+          const legend = { ...common, legend: below, showlegend: count <= MERGED };
+          plot(id, data, { ...legend, xaxis, yaxis: { ...yaxis, range: range(data, false) } });
+        });
+      const overRounds = axisOf(axes.round ?? "Communication rounds");
+      show(`rounds-${chart.metric}`, "rounds", overRounds, axisOf(chart.title));
+      show(`clients-${chart.metric}`, "atEnd", ...atEnd);
+    }
+    return found;
+  }
+
+  // Draws the charts on the screen at once, the others when the page has nothing else to do.
+  let waiting = 0;
+  function draw() {
+    const shown = metricBoxes.filter((box) => box.checked).map((box) => box.value);
+    for (const metric of Object.keys(charts)) {
       const element = document.getElementById(metric);
       const position = shown.indexOf(metric);
       element.hidden = position < 0;
       element.classList.toggle("first", position === 0 || (shown.length === 2 && position === 1));
-      if (element.hidden) return;
-      const isLogarithmic = chosen === "automatic" ? chart.log : chosen === "logarithmic";
-      const logarithmic = isLogarithmic && { type: "log", nticks: 4, exponentformat: "power" };
-      const data = curves.flatMap((curve, index) =>
-        traces(curve, index, axis, metric, style, options),
-      );
-      const layout = {
-        ...common,
-        xaxis: { ...scale(axes[axis]), rangemode: "tozero" },
-        yaxis: { ...scale(chart.title), ...logarithmic, range: range(data, isLogarithmic) },
-        showlegend: position === 0,
-        legend: {
-          traceorder: "normal",
-          ...(narrow.matches && { orientation: "h", y: -0.25, yanchor: "top" }),
-        },
-        uirevision: [axis, chosen, boxes.map((box) => box.checked)].join(), // until then, a zoom stays
-      };
-      plot(metric, data, layout);
-    });
-    for (const chart of personal) {
-      const { rounds, clients } = personalTraces(chart, style);
-      const legend = { orientation: "h", y: -0.25, yanchor: "top" };
-      const show = (id, data, title) => {
-        const yaxis = { ...scale(chart.title), range: range(data, false) };
-        plot(id, data, { ...common, legend, yaxis, xaxis: { ...scale(title) } });
-      };
-      show(`rounds-${chart.metric}`, rounds, axes.round ?? "Communication rounds");
-      show(`clients-${chart.metric}`, clients, "Share of the clients (%)");
     }
-    listenToLegend(document.getElementById(shown[0]));
-    for (const table of document.querySelectorAll("[data-axis]")) {
-      table.hidden = table.dataset.axis !== axis;
+    showRanking(chosen("axis"));
+    const later = [];
+    for (const [id, drawChart] of drawings()) {
+      const { top, bottom } = document.getElementById(id).getBoundingClientRect();
+      if (bottom > 0 && top < innerHeight) drawChart();
+      else later.push(drawChart);
     }
+    clearTimeout(waiting);
+    document.body.ariaBusy = "true";
+    const drawNext = () => {
+      later.shift()?.();
+      document.body.ariaBusy = String(later.length > 0);
+      if (later.length) waiting = setTimeout(drawNext);
+    };
+    waiting = setTimeout(drawNext);
+  }
+
+  function showRanking(axis) {
+    const box = document.getElementById("rankings");
+    for (const table of box.children) table.hidden = table.dataset.axis !== axis;
+    if ([...box.children].some((table) => !table.hidden)) return;
+    box.insertAdjacentHTML("beforeend", rankings[axis]);
+    makeSortable(box.lastElementChild.querySelector("table"));
   }
 
   // The checkboxes say which curves all charts show; clicks in the legend change the checkboxes.
   function listenToLegend(chart) {
-    if (!chart || chart.dataset.listening) return;
+    if (chart.dataset.listening) return;
     chart.dataset.listening = "yes";
     chart.on("plotly_legendclick", ({ data, curveNumber }) => {
       boxes[data[curveNumber].meta].click();
@@ -218,6 +378,27 @@
       draw();
       return false;
     });
+  }
+
+  // Among many curves: a text filters their names, and buttons choose among those that are left.
+  function listenToFilter() {
+    const filter = document.getElementById("filter");
+    const matches = (box) => !box.parentElement.hidden;
+    filter.addEventListener("input", () => {
+      const text = filter.value.toLowerCase();
+      boxes.forEach((box, index) => {
+        box.parentElement.hidden = !curves[index].label.toLowerCase().includes(text);
+      });
+    });
+    filter.addEventListener("change", (event) => event.stopPropagation()); // nothing to draw
+    for (const button of document.querySelectorAll("[data-choose]")) {
+      button.addEventListener("click", () => {
+        const { choose } = button.dataset;
+        const chosenBoxes = boxes.filter(matches).slice(0, choose === "all" ? undefined : +choose || 0);
+        boxes.forEach((box) => (box.checked = chosenBoxes.includes(box)));
+        draw();
+      });
+    }
   }
 
   // Each heading becomes a button that sorts the rows: upwards, and when pressed again, downwards.
@@ -245,7 +426,7 @@
 
   // Numbers come before texts, in either order: a dash is a target that was not reached.
   function compare(a, b, sign) {
-    const numbers = [a, b].map((cell) => Number(cell.dataset.value ?? NaN));
+    const numbers = [a, b].map((cell) => Number(cell.dataset.value ?? (cell.textContent.trim() || NaN)));
     if (numbers.some(Number.isNaN)) {
       const missing = numbers.map(Number.isNaN);
       return missing[0] - missing[1] || sign * a.textContent.localeCompare(b.textContent);
@@ -255,20 +436,17 @@
 
   // The curves that are shown, a row per point, along the chosen axis.
   function csv() {
-    const axis = controls.querySelector("[name=axis]:checked").value;
+    const axis = chosen("axis");
     const shown = metricBoxes.filter((box) => box.checked).map((box) => box.value);
     const quote = (text) => `"${text.replaceAll('"', '""')}"`;
     const lines = [["curve", "metric", axes[axis], "mean", "low", "high"].map(quote).join(",")];
     curves.forEach((curve, index) => {
       if (!boxes[index].checked) return;
       for (const metric of shown) {
-        const values = curve.values[axis]?.[metric];
-        if (!values) continue;
-        const mean = floats(values.mean);
-        const low = values.low ? floats(values.low) : mean;
-        const high = values.high ? floats(values.high) : mean;
-        floats(values.x).forEach((x, i) => {
-          lines.push([quote(curve.label), quote(metric), x, mean[i], low[i], high[i]].join(","));
+        const { x, mean, low = mean, high = mean } = averageOf(index, axis, metric);
+        x.forEach((place, i) => {
+          const numbers = [place, mean[i], low[i], high[i]];
+          lines.push([quote(curve.label), quote(metric), ...numbers].join(","));
         });
       }
     });
@@ -283,9 +461,18 @@
     URL.revokeObjectURL(link.href);
   });
 
+  for (const details of document.querySelectorAll("[data-clients]")) {
+    details.addEventListener("toggle", () => {
+      if (details.querySelector("table")) return;
+      details.insertAdjacentHTML("beforeend", clients[details.dataset.clients]);
+      makeSortable(details.querySelector("table"));
+    });
+  }
+
   draw();
+  if (isMany) listenToFilter();
   document.querySelectorAll("[data-axis] table, .sortable table").forEach(makeSortable);
-  controls.addEventListener("change", draw);
+  for (const each of document.querySelectorAll(".controls")) each.addEventListener("change", draw);
   for (const query of [narrow, matchMedia("(prefers-color-scheme: dark)")]) {
     query.addEventListener("change", draw);
   }

@@ -104,8 +104,7 @@ def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
     """Return how a metric is distributed over clients.
 
     Args:
-        name: The metric. One whose name contains "loss" or "error" is better the smaller it is, any
-            other the larger.
+        name: The metric; `smaller_is_better` says in which direction it is better.
         values: One value per client.
 
     Returns:
@@ -118,9 +117,12 @@ def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
         >>> distribution("test_loss", [0.5, 0.7, 0.9])["worst"]
         0.9
     """
-    smaller_is_better = "loss" in name or "error" in name
-    worst_tenth = 0.9 if smaller_is_better else 0.1
-    worst = max(values) if smaller_is_better else min(values)
+    if smaller_is_better(name):
+        worst_tenth = 0.9
+        worst = max(values)
+    else:
+        worst_tenth = 0.1
+        worst = min(values)
     return {
         "mean": float(np.mean(values)),
         "median": float(np.median(values)),
@@ -128,6 +130,22 @@ def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
         "p10": float(np.quantile(values, worst_tenth)),
         "spread": float(np.std(values)),
     }
+
+
+def smaller_is_better(name: str) -> bool:
+    """Return whether a metric of a client is better the smaller it is: a loss or an error.
+
+    Args:
+        name: The metric.
+
+    Returns:
+        Whether its name contains "loss" or "error".
+
+    Examples:
+        >>> smaller_is_better("test_loss"), smaller_is_better("test_accuracy")
+        (True, False)
+    """
+    return "loss" in name or "error" in name
 
 
 def with_suffixes(name: str, values: Mapping[str, float]) -> dict[str, float]:
