@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
+import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import typer.main
 
 import fedbilevel as fb
+from fedbilevel.cli.app import app
+from fedbilevel.core.settings import declared_settings
+from fedbilevel.experiments import config as experiments
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
+@functools.cache
+def of_the_site(module: str) -> ModuleType:
+    """A module of the folder docs, which is not a package."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        return importlib.import_module(module)
+    finally:
+        sys.path.remove(str(DOCS))
+
+
+@functools.cache
+def generated() -> dict[str, str]:
+    """The Markdown of the pages that are made from the code, by path."""
+    return {page: make() for page, make in of_the_site("site_catalogue").pages().items()}
+
+
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def snippets(page: Path) -> list[str]:
@@ -20,9 +50,7 @@ def snippets(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=relative)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fb.algorithms.registry, "_registry", dict(fb.algorithms.registry._registry))
@@ -44,11 +72,82 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert result.history[-1]["hypergradient_norm"] < 1e-6
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def leads_somewhere(folder: Path, target: str) -> bool:
+    path = (folder / target).resolve()
+    if path.is_relative_to(DOCS) and str(path.relative_to(DOCS)) in generated():
+        return True
+    return path.exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
         message = f"{page.name} links to {target}, which does not exist"
-        assert (page.parent / target).exists(), message
+        assert leads_somewhere(page.parent, target), message
+
+
+def test_links_of_generated_pages_lead_somewhere() -> None:
+    for page, text in generated().items():
+        if not page.endswith("glossary.md"):  # its text is that of CONTRIBUTING
+            for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+                assert leads_somewhere((DOCS / page).parent, target), f"{page}: {target}"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The command lines of the tool in the listings of a page."""
+    found = []
+    for listing in re.findall(r"^```(?:sh)?\n(.*?)^```", page.read_text("utf-8"), re.S | re.M):
+        for line in listing.replace("\\\n", " ").splitlines():
+            if line.startswith("fedbilevel "):
+                found.append(shlex.split(line, comments=True)[1:])
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=relative)
+def test_command_lines_are_understood(page: Path) -> None:
+    tool: Any = typer.main.get_command(app)
+    for command, *words in commands(page):
+        params = tool.commands[command].make_context(command, list(words)).params
+        experiment = params.get("experiment", "digits")
+        assert experiment in experiments.names() or experiment.endswith(".toml"), words
+        for name in (params.get("algorithms") or params.get("algorithm") or "simfbo").split(","):
+            assert name in fb.algorithms.names(), words
+
+
+@pytest.mark.parametrize("name", fb.algorithms.names())
+def test_the_page_of_a_method_has_its_settings_costs_and_replies(name: str) -> None:
+    page = generated()[f"methods/{name}.md"]
+    for setting in declared_settings(fb.algorithms.get(name)):
+        (row,) = re.findall(rf"^\| `{setting.name}` \|.*$", page, re.MULTILINE)
+        cells = re.split(r"(?<!\\)\|", row)[1:-1]
+        assert all(cell.strip() for cell in cells), row
+    for heading in ("What it does", "What an iteration costs", "What leaves a client", "Results"):
+        (section,) = re.findall(rf"^## {heading}\n(.*?)(?:^## |\Z)", page, re.S | re.M)
+        assert len(section) > 40, heading
+
+
+def test_the_pages_say_whose_replies_are_read_singly() -> None:
+    rows = {}
+    for row in of_the_site("site_catalogue").what_leaves_table().splitlines()[2:]:
+        method, _, reads = row.strip("| ").split(" | ")
+        rows[re.findall(r"`(.*?)`", method)[0]] = reads
+    assert rows.keys() == set(fb.algorithms.names())
+    assert rows["simfbo"] == "means only"
+    assert rows["unifbo"] == "means only; **single replies** with `barrier=False`"
+    assert rows["afbo"].startswith("**single replies**")
+    assert rows["fedmbo"].startswith("**single replies**")
+    assert rows["dsbo"] == "neighbours read single values"
+
+
+def test_every_drawing_is_drawn_by_the_script_and_shown_with_a_text() -> None:
+    drawn = set(of_the_site("pictures").PICTURES)
+    assert {file.stem for file in (DOCS / "images").glob("*.svg")} == drawn
+    shown = set()
+    for page in PAGES:
+        for text, name in re.findall(r"!\[([^]]*)\]\([\w./]*?([\w-]+)\.svg\)", page.read_text()):
+            assert len(text) > 20, f"{page.name}: the text of {name}"
+            shown.add(name)
+    assert shown == drawn
 
 
 def test_the_readme_lists_every_algorithm() -> None:

@@ -48,7 +48,7 @@ def on_the_virtual_clock(
 
 
 def on_threads(task: fb.tasks.Task, environment: fb.Environment, kind: Any) -> Federation:
-    """The transport of docs/architecture.md, with its weights and its executor replaced."""
+    """The transport of docs/howto/own-stage.md, with its weights and its executor replaced."""
     federate = architecture()["on_threads"]
     fed: Federation = federate(task.problem, task.clients, environment, seed=OPTIONS["seed"])
     sizes = [client.size("train") for client in task.clients]

@@ -272,7 +272,7 @@ def test_a_stage_that_remembers_is_refused_on_submodels() -> None:
         fb.Environment(capacity=0.5, stages=[Dithered()])
 
 
-# The stage and the transport of docs/architecture.md
+# The stage and the transport of docs/howto/own-stage.md
 
 
 def sign() -> Any:

@@ -1,4 +1,4 @@
-"""The stage and the transport of docs/architecture.md, made by running its snippets."""
+"""The stage and the transport of docs/howto/own-stage.md, made by running its snippets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "own-stage.md"
 
 
 def snippets() -> list[str]:

@@ -82,6 +82,7 @@ class Ditto(Algorithm):
     """
 
     solves = "single"
+    second_derivatives = False
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05

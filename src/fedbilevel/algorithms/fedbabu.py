@@ -103,6 +103,7 @@ class FedBABU(Algorithm):
     """
 
     solves = "single"
+    second_derivatives = False
     client_levels: ClassVar[ClientLevels] = ("y",)
 
     lr_x: Step = 0.05

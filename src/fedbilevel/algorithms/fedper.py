@@ -71,6 +71,7 @@ class FedPer(Algorithm):
     """
 
     solves = "single"
+    second_derivatives = False
     client_levels: ClassVar[ClientLevels] = ("y",)
 
     lr_x: Step = 0.05

@@ -116,6 +116,7 @@ class FedRep(Algorithm):
     """
 
     solves = "single"
+    second_derivatives = False
     client_levels: ClassVar[ClientLevels] = ("y",)
 
     lr_x: Step = 0.05

@@ -122,6 +122,7 @@ class PerFedAvg(Algorithm):
     """
 
     solves = "single"
+    second_derivatives = False
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05

@@ -95,6 +95,7 @@ class PFedMe(Algorithm):
     """
 
     solves = "single"
+    second_derivatives = False
 
     lr_x: Step = 0.05
     lr_y: Step = 0.05

@@ -120,6 +120,7 @@ class ProtoNet(Algorithm):
     """
 
     solves = "single"
+    second_derivatives = False
     lower_levels = ("private",)
 
     lr_x: Step = 0.05

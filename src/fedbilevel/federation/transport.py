@@ -102,7 +102,7 @@ class Transport(ABC):
 
     A transport must define `now`, `samples`, `losses`, `send` and `receive`. The other methods have
     defaults for a transport whose clients are always available and which cannot be resumed while
-    tasks are in flight. `docs/architecture.md` has a complete one that runs tasks in threads.
+    tasks are in flight. `docs/howto/own-stage.md` has a complete one that runs tasks in threads.
 
     Attributes:
         ordered: Whether reports come in an order that does not depend on timing. If not, the
