@@ -51,7 +51,7 @@ notebooks: install
 	$(PYTHON) tools/notebooks.py
 
 docs: notebooks
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build  # with --quiet, warnings would not fail it
 
 # Wheel and sdist, tried out in a new environment without this repository.
 package: install
