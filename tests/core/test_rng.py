@@ -13,7 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vmap
 
-from fedbilevel.core.rng import bits, fold_in, integers, normal, root, rows, subset, uniform
+from fedbilevel.core.rng import (
+    bits,
+    fold_in,
+    fold_in_each,
+    fold_in_ranges,
+    integers,
+    normal,
+    root,
+    root_number,
+    rows,
+    subset,
+    uniform,
+)
 
 KEY = root(7, "test")
 CHI2_999 = {4: 18.467, 9: 27.877, 10: 29.588}  # degrees of freedom: quantile
@@ -109,6 +121,25 @@ def test_streams_share_no_word():
     words = bits(every, 8).flatten()
     assert len(every) == 12 * (1 + 30 + 120)
     assert len(words.unique()) == len(words)
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 30])  # one by one, and as an array
+def test_keys_as_plain_numbers_are_those_of_tensors(count):
+    roots = keys(count)
+    numbers = torch.arange(count) * 10**15 - 5
+    clients = torch.arange(count, 0, -1)
+    columns = roots.tolist(), numbers.tolist(), clients.tolist()
+    assert fold_in_each(*columns) == fold_in(roots, numbers, clients).tolist()
+    assert root_number(7, "test") == int(root(7, "test"))
+
+
+@pytest.mark.parametrize("ranges", [(range(2, 3), range(4), range(1)), (range(3), range(9))])
+def test_keys_of_ranges_are_those_of_their_numbers(ranges):
+    for roots in (root(7, "test"), keys(1), keys(2)):
+        derived = fold_in_ranges(roots, *ranges)
+        assert derived.shape == (*map(len, ranges), *roots.shape)
+        expected = torch.stack([fold_in(roots, *numbers) for numbers in product(*ranges)])
+        assert torch.equal(derived, expected.view(derived.shape))
 
 
 def test_folding_does_not_commute():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 import fedbilevel as fb
 from fedbilevel.algorithms import Algorithm, Message, Phase
 from fedbilevel.execution.stacked import _steps as steps
-from fedbilevel.federation import Federation, Ledger
+from fedbilevel.federation import Federation, Ledger, ledger
 from fedbilevel.federation.delays import LogNormal
 from fedbilevel.federation.ledger import Accounts
 from fedbilevel.federation.phase import Steps
@@ -240,18 +242,48 @@ def test_accounts_roll_back_to_a_mark() -> None:
     expected = Accounts()
     for each in (accounts, expected):
         each.charge([3, 1], {"flops": [5, 7], "peak_bytes": [50, 70]})
-    mark = accounts.mark()
+    accounts.mark()
     for _ in range(2):  # a mark can be used again
         accounts.charge([1, 8, 1], {"flops": [1, 1, 1], "peak_bytes": [90, 10, 80]})
         accounts.charge([9, 3], {"flops": [2, 2]})
         assert accounts[1] == {**expected[1], "flops": 9, "peak_bytes": 90}
         assert accounts[9]["flops"] == 2
-        accounts.rollback(mark)
+        accounts.rollback()
         assert accounts == expected
     accounts.charge([8], {"flops": [4]})
-    assert accounts.ids.tolist() == [3, 1, 8]
+    assert accounts.settle().ids.tolist() == [3, 1, 8]
     assert accounts[8]["flops"] == 4
     assert accounts[8]["peak_bytes"] == 0
+
+
+@pytest.mark.parametrize("entered_together", [1, 7, 1000])
+def test_charges_that_wait_are_counted_and_rolled_back(
+    entered_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "ENTERED_TOGETHER", entered_together)
+    draw = random.Random(entered_together)
+    accounts = Accounts()
+    plain: dict[int, list[int]] = {}  # the flops and the peak of each client
+    marked = deepcopy(plain)
+    for step in range(200):
+        if step % 5 == 0:
+            accounts.mark()
+            marked = deepcopy(plain)
+        clients = [draw.randrange(step // 10 + 2) for _ in range(draw.randrange(1, 4))]
+        amounts = [draw.randrange(100) for _ in clients]
+        accounts.charge(clients, {"flops": amounts, "peak_bytes": amounts})
+        for client, amount in zip(clients, amounts, strict=True):
+            flops, peak = plain.get(client, [0, 0])
+            plain[client] = [flops + amount, max(peak, amount)]
+        if step % 7 == 0:
+            accounts.rollback()
+            plain = deepcopy(marked)
+        if step % 11 == 0:
+            assert [accounts[i]["flops"] for i in plain] == [each[0] for each in plain.values()]
+    assert accounts.settle().ids.tolist() == list(plain)
+    for client, (flops, peak) in plain.items():
+        assert accounts[client]["flops"] == flops
+        assert accounts[client]["peak_bytes"] == peak
 
 
 def test_few_clients_are_grouped_by_equal_peaks() -> None:

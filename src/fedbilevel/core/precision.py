@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, get_args
 
 Precision = Literal["fp32", "tf32", "bf16", "bf16-all"]
@@ -28,8 +28,7 @@ Derivatives = Literal["auto", "exact", "unfused", "differences"]
 DERIVATIVES: tuple[Derivatives, ...] = get_args(Derivatives)
 
 
-@contextmanager
-def products_in(precision: Precision, device: str) -> Iterator[None]:
+def products_in(precision: Precision, device: str) -> AbstractContextManager[None]:
     """A context in which products and convolutions on a GPU use TF32 only if they should.
 
     By default PyTorch lets convolutions use TF32 and matrix products not. Both are settings of the
@@ -39,8 +38,8 @@ def products_in(precision: Precision, device: str) -> Iterator[None]:
         precision: "tf32" allows TF32; any other precision does not.
         device: Where the products are computed; on a CPU nothing is set.
 
-    Yields:
-        Nothing.
+    Returns:
+        The context.
 
     Examples:
         >>> import torch
@@ -49,11 +48,14 @@ def products_in(precision: Precision, device: str) -> Iterator[None]:
         False
     """
     if device == "cpu":
-        yield
-        return
+        return nullcontext()
+    return _tf32(precision == "tf32")
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
     import torch  # here, so that the schema of experiments knows the names without it
 
-    allowed = precision == "tf32"
     products = torch.backends.cuda.matmul
     convolutions = torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32

@@ -19,6 +19,7 @@ Examples:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from zlib import crc32
@@ -47,6 +48,8 @@ SHIFT1 = np.uint64(30)
 SHIFT2 = np.uint64(27)
 SHIFT3 = np.uint64(31)
 SMALL = 1000
+FEW = 8  # so many words are mixed faster one by one than as an array
+MASK = (1 << 64) - 1
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
@@ -105,10 +108,25 @@ def _mix_words(words: np.ndarray) -> np.ndarray:
 @functools.lru_cache(maxsize=4096)
 def _mix_int(value: int) -> int:
     """`_mix` of a Python int, without a tensor that would have to be copied to a GPU."""
-    word = value % (1 << 64)
-    for shift, factor in ((30, MIX1), (27, MIX2)):
-        word = (word ^ word >> shift) * factor % (1 << 64)
+    return _mix_word(value)
+
+
+def _mix_word(value: int) -> int:
+    word = value & MASK
+    word = (word ^ word >> 30) * MIX1 & MASK
+    word = (word ^ word >> 27) * MIX2 & MASK
     return _signed(word ^ word >> 31)
+
+
+def _fold_in_int(key: int, number: int) -> int:
+    """`fold_in` of a number into one key."""
+    return _mix_word(key ^ _mix_int(number + GOLDEN))
+
+
+@functools.lru_cache(maxsize=256)
+def root_number(seed: int, purpose: str) -> int:
+    """`root` as a plain number."""
+    return _mix_int(seed ^ _mix_int(crc32(purpose.encode()) + GOLDEN))
 
 
 def root(seed: int, purpose: str) -> Tensor:
@@ -127,7 +145,7 @@ def root(seed: int, purpose: str) -> Tensor:
         >>> root(0, "cohort")
         tensor(-2638440607767471136)
     """
-    return torch.tensor(_mix_int(seed ^ _mix_int(crc32(purpose.encode()) + GOLDEN)))
+    return torch.tensor(root_number(seed, purpose))
 
 
 def fold_in(key: Tensor, *data: int | Tensor) -> Tensor:
@@ -164,6 +182,29 @@ def fold_in(key: Tensor, *data: int | Tensor) -> Tensor:
     return key
 
 
+def fold_in_each(keys: Sequence[int], *columns: Sequence[int]) -> list[int]:
+    """Derive a key from each of several keys and numbers of its own, all as plain numbers.
+
+    Args:
+        keys: The keys.
+        *columns: The numbers to fold in one after the other; a column has one entry per key.
+
+    Returns:
+        The new keys.
+
+    Examples:
+        >>> fold_in_each([root_number(0, "cohort")] * 2, [5, 6])
+        [-2367207789098686351, 6899143605855731027]
+        >>> fold_in(root(0, "cohort"), torch.tensor([5, 6]))
+        tensor([-2367207789098686351,  6899143605855731027])
+    """
+    if len(keys) <= FEW:
+        rows = zip(keys, *columns, strict=True)
+        return [functools.reduce(_fold_in_int, row) for row in rows]
+    folded: list[int] = fold_in(torch.tensor(keys), *map(torch.tensor, columns)).tolist()
+    return folded
+
+
 def fold_in_ranges(key: Tensor, *ranges: range) -> Tensor:
     """Derive a key for each combination of a key with a number of each range.
 
@@ -183,7 +224,15 @@ def fold_in_ranges(key: Tensor, *ranges: range) -> Tensor:
         True
     """
     shape = (*map(len, ranges), *key.shape)
-    if _is_small_on_cpu(key) and math.prod(shape) <= SMALL:
+    size = math.prod(shape)
+    if size <= SMALL and _is_small_on_cpu(key):
+        if size <= FEW:
+            derived = [
+                functools.reduce(_fold_in_int, numbers, start)
+                for numbers in itertools.product(*ranges)
+                for start in key.flatten().tolist()
+            ]
+            return torch.tensor(derived, dtype=torch.int64).view(shape)
         words = _to_words(key)
         for position, each in enumerate(ranges):
             ones = (1,) * (len(shape) - position - 1)

@@ -154,8 +154,10 @@ def norm(tree: Tree) -> Tensor:
     """
     if not tree:
         return torch.zeros(())
-    norms = torch.stack([torch.linalg.vector_norm(value) for value in tree.values()])
-    total: Tensor = torch.linalg.vector_norm(norms)
+    norms: list[Tensor] = [torch.linalg.vector_norm(value) for value in tree.values()]
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 
@@ -257,10 +259,14 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
     A NaN or an infinity makes the sum of all entries NaN or infinite. Finite entries can overflow
     in the sum, though rarely: only then is every tensor looked at.
     """
-    total = tensors[0].new_zeros((), dtype=torch.float64)
-    for tensor in tensors:
-        total += tensor.sum()
-    return math.isfinite(total) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    if tensors[0].is_cpu:
+        finite = all(math.isfinite(tensor.sum().item()) for tensor in tensors)
+    else:
+        total = tensors[0].new_zeros((), dtype=torch.float64)
+        for tensor in tensors:
+            total += tensor.sum()
+        finite = math.isfinite(total)
+    return finite or all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def nbytes(values: object) -> int:

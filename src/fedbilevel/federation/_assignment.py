@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.rng import fold_in, root
+from fedbilevel.core.rng import fold_in, fold_in_each, root, root_number
 from fedbilevel.core.submodels import Submodel, count_units
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation.environment import Environment
@@ -89,19 +88,19 @@ class Assigner:
             broadcasts[submodel] = self._broadcast(
                 phase, message, round_, iteration, submodel, index
             )
-        numbers = range(self.tasks_made, self.tasks_made + len(clients))
-        self.tasks_made += len(clients)
-        key = root(self.seed, phase.name)
-        keys = fold_in(key, torch.tensor(numbers), torch.tensor(clients))
+        count = len(clients)
+        numbers = range(self.tasks_made, self.tasks_made + count)
+        self.tasks_made += count
+        keys = fold_in_each([root_number(self.seed, phase.name)] * count, numbers, clients)
         weights = self.weights()
         columns = zip(
-            [broadcasts[submodel] for submodel in submodels or [None] * len(clients)],
+            [broadcasts[submodel] for submodel in submodels or [None] * count],
             numbers,
             itertools.count(),
             clients,
             self._steps(phase, keys, clients, round_),
             each or itertools.repeat({}),
-            fold_in(keys, 1).tolist(),
+            fold_in_each(keys, [1] * count),
             [self.clients * weights[client] for client in clients],
             strict=False,
         )
@@ -155,7 +154,9 @@ class Assigner:
         received = decode_values(self.message_stages, payload, kinds, like)
         return Broadcast(phase, received, round_, iteration, submodel, payload, up, own)
 
-    def _steps(self, phase: Phase, keys: Tensor, clients: Sequence[int], round_: int) -> list[int]:
+    def _steps(
+        self, phase: Phase, keys: Sequence[int], clients: Sequence[int], round_: int
+    ) -> list[int]:
         """How many steps each client takes."""
         if phase.steps == "local":
             return self.environment.draw_local_steps(keys, clients)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import Tensor
+import torch
 
 from fedbilevel.core import checks, settings
 from fedbilevel.core.markup import html_table
@@ -227,12 +227,12 @@ class Environment:
             for_y = _as_list(self.capacity_y)
         return [(for_x[client % len(for_x)], for_y[client % len(for_y)]) for client in clients]
 
-    def draw_local_steps(self, keys: Tensor, clients: Sequence[int]) -> list[int]:
+    def draw_local_steps(self, keys: Sequence[int], clients: Sequence[int]) -> list[int]:
         """tau_i, the number of local steps, of each of these clients; one key per client's task."""
         if isinstance(self.local_steps, list):
             return [self.local_steps[client] for client in clients]
         if isinstance(self.local_steps, tuple):
-            return integers(fold_in(keys, 0, 0), *self.local_steps).tolist()
+            return integers(fold_in(torch.tensor(keys), 0, 0), *self.local_steps).tolist()
         return [self.local_steps] * len(clients)
 
 

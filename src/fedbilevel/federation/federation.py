@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -649,10 +648,10 @@ class Federation:
             extreme = EXTREMES.get(name.split("_")[0])
             if extreme and count:
                 total = extreme(_float64(total), _float64(value))
-            elif isinstance(value, Tensor):  # not converted: that would wait for a GPU
-                total = total + value.double()
+            elif isinstance(value, Tensor) and not value.is_cpu:
+                total = total + value.double()  # not read: that would wait for a GPU
             else:
-                total = total + value
+                total = total + float(value)
             self.recorded[name] = (total, count + 1)
 
     def records(self) -> dict[str, float]:
@@ -711,7 +710,7 @@ class Federation:
             recorded[name] = (float(total), count)
         return {
             **{name: getattr(self, name) for name in self.KEPT},
-            "ledger": asdict(self.ledger),
+            "ledger": self.ledger.to_dict(),
             "recorded": recorded,
             "heard": sorted(self.heard),
             "tasks": self.assigner.tasks_made,

@@ -52,16 +52,27 @@ def reply_mismatch(
         tensors = {"": value}
         if kind != "scalar" and isinstance(value, Tree):
             tensors = value
-        expected = _kind_shapes(kind, problem, submodel)
-        if tensors.keys() != expected.keys() or not all(
-            isinstance(tensor, Tensor) and tensor.shape == (*leading, *expected[key])
-            for key, tensor in tensors.items()
-        ):
+        if not _have_shapes(tensors, _kind_shapes(kind, problem, submodel), leading):
             what = repr(kind) if isinstance(kind, str) else "the tree"
             return f"replied with {name!r} of another shape than {what}, which it declares"
-        if kind in ("x", "y") and any(t.dtype != dtype for t in tensors.values()):
-            return f"replied with {name!r} of another dtype than {dtype}"
+        if kind in ("x", "y"):
+            for tensor in tensors.values():
+                if tensor.dtype != dtype:
+                    return f"replied with {name!r} of another dtype than {dtype}"
     return None
+
+
+def _have_shapes(
+    tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], leading: tuple[int, ...]
+) -> bool:
+    """Whether these are tensors of these names and shapes, after the leading axes."""
+    if tensors.keys() != shapes.keys():
+        return False
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or tensor.shape != leading + tuple(shape):
+            return False
+    return True
 
 
 def templates(

@@ -8,8 +8,8 @@ messages have departed, `bytes_up` when it reports replies (`Federation._handle_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy, deepcopy
-from dataclasses import dataclass, field, fields
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from fedbilevel.federation.task import TaskCost
 __all__ = ["Cost", "Ledger"]
 
 MAXIMA = ("peak_bytes",)  # the costs of which the largest is kept, not the sum
+ENTERED_TOGETHER = 1000  # charges of clients that wait to be entered
 MAX_GROUPS = 10  # the most groups of clients in a summary
 
 
@@ -62,12 +63,20 @@ class Cost:
     peak_bytes: int = 0
 
 
+class Charge(NamedTuple):
+    """What some clients spent: for some of `Accounts.FIGURES`, one amount per client."""
+
+    clients: Sequence[int]
+    amounts: Mapping[str, Sequence[int]]
+
+
 @dataclass(eq=False)
 class Accounts:
     """What each client that took part has spent.
 
     `accounts[client]` has the amounts of one client. A charge, and a `rollback` to the last `mark`,
-    take time in proportion to the clients charged, whatever the number of clients so far.
+    take time in proportion to the clients charged, whatever the number of clients so far. Charges
+    are entered some at a time: `settle` brings the attributes up to date.
 
     Attributes:
         ids: The clients, in the order in which they first took part.
@@ -84,8 +93,12 @@ class Accounts:
         self._column = {client: j for j, client in enumerate(self.ids.tolist())}
         # `ids` and `figures` are views of a buffer with spare columns.
         self._buffer = torch.zeros(0, 0, dtype=torch.int64)
+        # Charges that are not in `figures` yet: many small ones are entered faster together.
+        self._waiting: list[Charge] = []
+        self._waiting_clients = 0
         self._undo: list[tuple[np.ndarray, np.ndarray]] = []
-        self._marked = 0
+        self._marked = 0  # how many clients there were at the mark
+        self._marked_waiting = 0  # how many of the charges that wait were made before the mark
 
     def charge(self, clients: Sequence[int], amounts: Mapping[str, Sequence[int]]) -> None:
         """Add what clients spent.
@@ -94,19 +107,45 @@ class Accounts:
             clients: The clients; one may occur more than once.
             amounts: For some of `FIGURES`, one amount per entry of `clients`.
         """
-        new = [client for client in dict.fromkeys(clients) if client not in self._column]
+        self._waiting.append(Charge(clients, amounts))
+        self._waiting_clients += len(clients)
+        if self._waiting_clients >= ENTERED_TOGETHER:
+            self.settle()
+
+    def settle(self) -> Accounts:
+        """Enter the charges that wait, and return these accounts."""
+        before_mark = self._waiting[: self._marked_waiting]
+        since_mark = self._waiting[self._marked_waiting :]
+        if before_mark:
+            self._enter(before_mark)
+            self._undo = []  # a rollback keeps them
+            self._marked = len(self.ids)
+        if since_mark:
+            self._enter(since_mark)
+        self._waiting = []
+        self._waiting_clients = 0
+        self._marked_waiting = 0
+        return self
+
+    def _enter(self, charges: Sequence[Charge]) -> None:
+        """Add charges to `figures`, and note what they change."""
+        everyone = [client for charge in charges for client in charge.clients]
+        new = [client for client in dict.fromkeys(everyone) if client not in self._column]
         if new:
             self._add_columns(new)
-        columns = np.array([self._column[client] for client in clients])
-        old = columns[columns < self._marked]
+        changed = np.array([self._column[client] for client in dict.fromkeys(everyone)], dtype=int)
+        old = changed[changed < self._marked]
         figures = self.figures.numpy()  # the same memory: NumPy takes less time for few clients
         self._undo.append((old, figures[:, old]))
-        for name, each in amounts.items():
-            row = figures[self.FIGURES.index(name)]
-            if name in MAXIMA:
-                np.maximum.at(row, columns, each)
-            else:
-                np.add.at(row, columns, each)
+        for row, name in zip(figures, self.FIGURES, strict=True):
+            columns: list[int] = []
+            spent: list[int] = []
+            for charge in charges:
+                if name in charge.amounts:
+                    columns += [self._column[client] for client in charge.clients]
+                    spent += charge.amounts[name]
+            add = np.maximum if name in MAXIMA else np.add
+            add.at(row, columns, spent)
 
     def _add_columns(self, new: Sequence[int]) -> None:
         before = len(self.ids)
@@ -121,7 +160,7 @@ class Accounts:
         self._column |= {client: j for j, client in enumerate(new, before)}
 
     def __getitem__(self, client: int) -> dict[str, int]:
-        column = self._column.get(client)
+        column = self.settle()._column.get(client)
         if column is None:
             return dict.fromkeys(self.FIGURES, 0)
         return dict(zip(self.FIGURES, self.figures[:, column].tolist(), strict=True))
@@ -129,7 +168,9 @@ class Accounts:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Accounts):
             return False
-        return torch.equal(self.ids, other.ids) and torch.equal(self.figures, other.figures)
+        ours = self.settle()
+        theirs = other.settle()
+        return torch.equal(ours.ids, theirs.ids) and torch.equal(ours.figures, theirs.figures)
 
     def groups(self) -> list[dict[str, float]]:
         """Clients grouped by `peak_bytes`, in ascending order, for a summary.
@@ -141,7 +182,7 @@ class Accounts:
             For each group the number of `clients`, and the mean of what they spent (the maximum of
             `peak_bytes`).
         """
-        if not len(self.ids):
+        if not len(self.settle().ids):
             return []
         peaks = self.figures[self.FIGURES.index("peak_bytes")]
         distinct, group = peaks.unique(return_inverse=True)
@@ -156,20 +197,21 @@ class Accounts:
             summaries.append(summary)
         return summaries
 
-    def mark(self) -> int:
+    def mark(self) -> None:
         """Mark the present state, for `rollback`; the previous mark is void."""
         self._undo = []
         self._marked = len(self.ids)
-        return self._marked
+        self._marked_waiting = len(self._waiting)
 
-    def rollback(self, mark: int) -> None:
+    def rollback(self) -> None:
         """Undo all charges since the mark."""
         for columns, spent in reversed(self._undo):
             self.figures.numpy()[:, columns] = spent
-        for client in self.ids[mark:].tolist():
+        for client in self.ids[self._marked :].tolist():
             del self._column[client]
-        self.ids = self.ids[:mark]
-        self.figures = self.figures[:, :mark]
+        self.ids = self.ids[: self._marked]
+        self.figures = self.figures[:, : self._marked]
+        del self._waiting[self._marked_waiting :]
 
 
 class RoundStarted(NamedTuple):
@@ -310,26 +352,33 @@ class Ledger:
             totals[f.name] = _total(f.name, [getattr(cost, f.name) for cost in costs])
         return totals
 
+    def to_dict(self) -> dict[str, Any]:
+        """The ledger as plain values and tensors, for a checkpoint; `from_dict` reads them."""
+        self.clients.settle()
+        return asdict(self)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Ledger:
-        """The ledger that `dataclasses.asdict` turned into these values."""
+        """The ledger that `to_dict` turned into these values."""
         phases = {name: Cost(**cost) for name, cost in values["phases"].items()}
         clients = Accounts(**deepcopy(values["clients"]))
         return cls(**{**values, "phases": phases, "clients": clients})
 
     def mark(self) -> dict[str, Any]:
         """Mark the present state, for `rollback`; the previous mark is void."""
-        state = {f.name: getattr(self, f.name) for f in fields(self)}
-        state["phases"] = {name: copy(cost) for name, cost in self.phases.items()}
-        state["clients"] = self.clients.mark()
-        return state
+        self.clients.mark()
+        return {
+            "phases": {name: Cost(**vars(cost)) for name, cost in self.phases.items()},
+            "wall_s": self.wall_s,
+            "refused_replies": self.refused_replies,
+            "lost_tasks": self.lost_tasks,
+        }
 
     def rollback(self, mark: Mapping[str, Any]) -> None:
         """Undo all entries since the mark."""
         for name, value in mark.items():
-            if name != "clients":
-                setattr(self, name, deepcopy(value))
-        self.clients.rollback(mark["clients"])
+            setattr(self, name, deepcopy(value))
+        self.clients.rollback()
 
 
 def _total(name: str, values: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from inspect import isabstract
 from types import SimpleNamespace
@@ -271,7 +271,7 @@ class Phase(FrozenDataclass, ABC):
     @property
     def epochs(self) -> int | None:
         """N where `steps` is "N epochs", otherwise None."""
-        return parse_epochs(self.steps)
+        return _epochs(self.steps)
 
     @property
     def epoch_side(self) -> Side:
@@ -297,19 +297,19 @@ class Phase(FrozenDataclass, ABC):
     @functools.cached_property
     def structure(self) -> tuple[Any, ...]:
         """Everything but the numbers: phases of one structure run the same code."""
-        inputs = number_fields(type(self))
-        rest = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in inputs)
+        rest = [(name, getattr(self, name)) for name in _plain_fields(type(self))]
         return self.registered_name(), *rest
 
     @property
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> tuple[float, ...]:
         """The values of the fields that are annotated `Number`."""
-        return {name: getattr(self, name) for name in number_fields(type(self))}
+        return tuple([getattr(self, name) for name in number_fields(type(self))])
 
-    def with_numbers(self, values: Mapping[str, Tensor]) -> Phase:
-        """This phase with tensors in place of its numbers, for a step that is traced."""
+    def with_numbers(self, values: Sequence[Tensor]) -> Phase:
+        """This phase with tensors in place of its `numbers`, for a step that is traced."""
         bound = object.__new__(type(self))
-        bound.__dict__.update(self.__dict__ | dict(values))
+        bound.__dict__.update(self.__dict__)
+        bound.__dict__.update(zip(number_fields(type(self)), values, strict=True))
         return bound
 
     @classmethod
@@ -357,3 +357,13 @@ def number_fields(phase_class: type[Phase]) -> tuple[str, ...]:
         if any(isinstance(mark, StepInput) for mark in marks):
             names.append(field.name)
     return tuple(names)
+
+
+@functools.cache
+def _plain_fields(phase_class: type[Phase]) -> tuple[str, ...]:
+    """The names of the other fields of a phase."""
+    numbers = number_fields(phase_class)
+    return tuple([field.name for field in fields(phase_class) if field.name not in numbers])
+
+
+_epochs = functools.cache(parse_epochs)  # asked for several times per round

@@ -176,7 +176,9 @@ class Replies:
             )
         if self._pending:
             return self._sums[name] / self._count
-        mean = self._sums[name] / len(self)
+        mean = self._sums[name]
+        if len(self) > 1:
+            mean = mean / len(self)
         if isinstance(mean, Tree):
             return mean
         return float(mean)
@@ -213,8 +215,8 @@ class Replies:
         """Refuse a mean over no reply, or of a value that the phase does not reply with."""
         if not self._pending and not self._replies:
             raise QuorumError(f"{self.label}: no reply was accepted")
-        names = {**self._sums, **self._spread_sums}
-        if name not in names:
+        if name not in self._sums and name not in self._spread_sums:
+            names = {**self._sums, **self._spread_sums}
             raise KeyError(
                 f"phase {self.phase.name!r} replies with {', '.join(names)}, not {name!r}"
             )

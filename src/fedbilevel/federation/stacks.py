@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,17 +26,23 @@ def weighted_sum(stack: Values, weights: Tensor, mask: Tensor | None = None) -> 
     Returns:
         A value of the shape of one reply.
     """
-    weights_as = functools.cache(weights.to)  # converted once per device and dtype
+    converted: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def total(values: Tensor) -> Tensor:
         rows = _rows(values)
         if mask is not None:
             rows = rows.where(mask.unsqueeze(1), 0.0)
-        return (weights_as(rows.device, rows.dtype) @ rows).reshape(values.shape[1:])
+        kind = rows.device, rows.dtype
+        if kind not in converted:
+            converted[kind] = weights.to(*kind)
+        summed = converted[kind] @ rows
+        return summed if values.ndim == 2 else summed.reshape(values.shape[1:])
 
-    sums = {}
+    sums: Values = {}
     for name, value in stack.items():
-        if isinstance(value, Tree):
+        if isinstance(value, Tensor):
+            sums[name] = total(value)
+        elif isinstance(value, Tree):
             sums[name] = value.map(total)
         else:
             sums[name] = pytree.tree_map(total, value)
@@ -126,4 +131,6 @@ def _rows(values: Tensor) -> Tensor:
     """One row of floating-point numbers per client."""
     if not values.is_floating_point():
         values = values.double()
-    return values.reshape(len(values), -1)
+    if values.ndim == 2:
+        return values
+    return values.reshape(values.shape[0], -1)

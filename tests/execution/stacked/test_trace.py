@@ -48,6 +48,25 @@ def test_arguments_are_not_overwritten() -> None:
     torch.testing.assert_close(list(args), before, rtol=0, atol=0)
 
 
+def test_means_of_one_entry_and_products_with_ones_cost_nothing() -> None:
+    def fn(a: Tensor, b: Tensor) -> list[Tensor]:
+        total = a.mean((0, 2)) + b * torch.ones_like(b)
+        grown = torch.ones_like(a) * b  # of another shape than b
+        kept = a.mean(1, keepdim=True).mean(-1, keepdim=True)
+        return [total, a.mean(1), grown, kept + 0.0]
+
+    for args in (
+        (draw(1, 3, 1), draw(3, tag="b")),
+        (draw(3, 1, 1).transpose(0, 1), draw(3, tag="b")),
+        (draw(2, 3, 2), draw(2, tag="b")[:1]),
+    ):
+        check_traced(trace(fn, args), fn, *args, atol=1e-16)
+    counted = trace(fn, (draw(1, 3, 1), draw(3, tag="b")))
+    code: str = counted.__self__.code  # type: ignore[attr-defined]
+    assert code.count("torch.mean(") == 2  # those over three entries
+    assert code.count("torch.mul(") == 1
+
+
 def test_a_product_used_twice_is_not_overwritten() -> None:
     def fn(a: Tensor, b: Tensor) -> list[Tensor]:
         first = torch.bmm(a, b)

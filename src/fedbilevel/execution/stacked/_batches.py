@@ -89,8 +89,11 @@ class StackBatches:
         self.epochs = epochs
         self.paired = paired
         self.samples = 0
+        # Where no samples are drawn, keys are needed for the losses alone.
+        drawn = any(count < size for count, size, _ in sizes.values())
+        self.streams = range(0 if drawn else LOSS_STREAM, LOSS_STREAM + 1)
         self._full: dict[str, Data] = {}
-        self._key_lookahead: Lookahead = (0, keys.new_zeros(3, 0))
+        self._key_lookahead: Lookahead = (0, keys[:0].view(1, 0))
         self._index_lookahead: dict[tuple[str, int], Lookahead] = {}
 
     def at(self, step: int, active: int) -> Batch | tuple[Batch, ...]:
@@ -103,7 +106,7 @@ class StackBatches:
         batches = []
         for draw in range(self.draws):
             sides = {side: self._side(side, step, draw, active) for side in self.sizes}
-            rng = self._keys_from(step)[LOSS_STREAM, 0, draw, :active]
+            rng = self._keys_from(step)[-1, 0, draw, :active]
             batches.append(Batch(**sides, rng=rng))
         if self.draws > 1:
             return tuple(batches)
@@ -116,7 +119,7 @@ class StackBatches:
                 self._full[side] = self.select(side, None)
             self.samples += count
             full = self._full[side]
-            if active == len(self.keys):
+            if active == self.keys.shape[0]:
                 return full
             return repack(full, [stack[:active] for _, stack in named_tensors(full)])
         if self.epochs:
@@ -161,16 +164,16 @@ class StackBatches:
         return indices
 
     def _keys_from(self, turn: int) -> Tensor:
-        """Return keys by stream, turn (from this one on), draw and client."""
+        """Return keys by stream (the losses' last), turn (from this one on), draw and client."""
         first, ahead = self._key_lookahead
         if not first <= turn < first + ahead.shape[1]:
-            last = min(self.steps, turn + max(1, LOOKAHEAD_WORDS // len(self.keys)))
+            last = min(self.steps, turn + max(1, LOOKAHEAD_WORDS // self.keys.shape[0]))
 
             def fold(keys: Tensor) -> Tensor:
-                return fold_in_ranges(keys, range(3), range(turn, last), range(self.draws))
+                return fold_in_ranges(keys, self.streams, range(turn, last), range(self.draws))
 
             first = turn
-            ahead = self.run_fused(("keys", turn, last, self.draws), fold, self.keys)
+            ahead = self.run_fused(("keys", self.streams, turn, last, self.draws), fold, self.keys)
             self._key_lookahead = first, ahead
         return ahead[:, turn - first :]
 

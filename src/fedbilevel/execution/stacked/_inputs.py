@@ -97,7 +97,7 @@ class InputBuilder:
             starts={side: starts for side, (_, starts) in samples.pools.items()},
             lengths=self._lengths(steps),
             features=samples.features,
-            numbers=constant(tuple(phase.numbers.values()), self.device, self.dtype),
+            numbers=constant(phase.numbers, self.device, self.dtype),
         )
         return inputs, samples
 

@@ -117,7 +117,7 @@ class Pool:
             size: Used if `indices` is None.
         """
         if indices is None:
-            if len(starts) == 1 and not starts.is_cuda:
+            if starts.shape[0] == 1 and not starts.is_cuda:
                 return self._view(int(starts), size)
             indices = torch.arange(size, device=starts.device).expand(len(starts), size)
         rows = (starts[: len(indices)].unsqueeze(-1) + indices).flatten()

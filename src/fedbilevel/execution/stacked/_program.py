@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,22 +68,22 @@ class StackProgram:
         """Return the replies of the stack, or their sums, and what the tasks cost."""
         numbers = inputs.numbers.unbind()
         phase = self.broadcast.phase
-        bound_phase = phase.with_numbers(dict(zip(phase.numbers, numbers, strict=True)))
         problem = self.step_runner.problem
+        clients = inputs.keys.shape[0]
         batches = self._batches(phase, inputs)
-        origin, cost = self._origin(bound_phase, inputs)
+        origin, cost = self._origin(numbers, inputs)
         costs = [cost]
         finished: list[Flat] = []
         longest = inputs.lengths[0]
         shortest = inputs.lengths[-1]
         carry: Flat = ([], None)
         for k in range(longest):
-            active = len(inputs.keys)
+            active = clients
             if k > 0:
                 if self.shrink:
                     carry = _set_aside_finished(carry, inputs.lengths, k, finished)
                 origin = carry
-                active = len(carry[0][0])
+                active = carry[0][0].shape[0]
             batch = batches.at(k, active)
             if inputs.features:
                 batch = _as_features(batch)
@@ -96,14 +97,12 @@ class StackProgram:
         if longest == 1:
             replies = unflatten(*carry)
         else:
-            replies, finish_cost = self._finish(bound_phase, [carry, *reversed(finished)])
+            replies, finish_cost = self._finish(numbers, [carry, *reversed(finished)])
             costs = [cost.then(finish_cost) for cost in costs]
-        program_costs = ProgramCosts(costs, self._reply_bytes(replies, len(inputs.keys)))
+        program_costs = ProgramCosts(costs, self._reply_bytes(replies, clients))
         if not isinstance(inputs.weights, Tensor):
             return replies, program_costs
-        mismatch = reply_mismatch(
-            replies, phase.reply, problem, self.broadcast.submodel, len(inputs.keys)
-        )
+        mismatch = reply_mismatch(replies, phase.reply, problem, self.broadcast.submodel, clients)
         sums = self.step_runner.run_fused("sums", sum_finite, replies, inputs.weights, inputs.steps)
         return sums, program_costs._replace(mismatch=mismatch)
 
@@ -132,7 +131,9 @@ class StackProgram:
 
         return select
 
-    def _origin(self, phase: Phase, inputs: StackInputs) -> tuple[Start | Flat, TaskCost]:
+    def _origin(
+        self, numbers: Sequence[Tensor], inputs: StackInputs
+    ) -> tuple[Start | Flat, TaskCost]:
         """Return what the first step starts from, and what it has cost a client.
 
         It is the message, so that the carry is made within the step, or the carry if the message
@@ -154,14 +155,16 @@ class StackProgram:
             return Start((leaves, form), flatten(stacked), start), TaskCost()
         # The shared message is an argument too, so that its bytes are counted.
         counted = [tensor.unsqueeze(0) for tensor in tensors]
+        phase = self.broadcast.phase.with_numbers(numbers)
         run = functools.partial(start, phase, inputs.shared)
         cost, _ = self.step_runner.part_cost(
             phase, "start", lambda _, stacked: run(stacked), counted, stacked
         )
         return flatten(vectorized(run, self.apply)(stacked)), cost
 
-    def _finish(self, phase: Phase, carries: list[Flat]) -> tuple[Values, TaskCost]:
+    def _finish(self, numbers: Sequence[Tensor], carries: list[Flat]) -> tuple[Values, TaskCost]:
         """Return the replies to the final carries, joined, and what one of them costs."""
+        phase = self.broadcast.phase.with_numbers(numbers)
         nested = [unflatten(*carry) for carry in carries]
         finish = functools.partial(self._finish_one, phase)
         cost, _ = self.step_runner.part_cost(phase, "finish", finish, nested[0])
@@ -185,7 +188,7 @@ def _set_aside_finished(carry: Flat, lengths: list[int], step: int, finished: li
     """Move the carries of clients that are done to `finished`; return those of the others."""
     tensors, form = carry
     active = sum(length > step for length in lengths)
-    if active == len(tensors[0]):
+    if active == tensors[0].shape[0]:
         return carry
     finished.append(([tensor[active:] for tensor in tensors], form))
     return [tensor[:active] for tensor in tensors], form

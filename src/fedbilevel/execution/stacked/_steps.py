@@ -127,13 +127,9 @@ class StackedStep:
         shared = tensors[: self.shared_count]
         stacks = tensors[self.shared_count : len(self.inputs)]
         numbers = tensors[len(self.inputs) :]
-        for_one = functools.partial(self._run_one, self.with_numbers(numbers), shared)
+        for_one = functools.partial(self._run_one, self.phase.with_numbers(numbers), shared)
         result, self.result_form = flatten(self.apply(for_one, stacks))
         return result
-
-    def with_numbers(self, numbers: Sequence[Tensor]) -> Phase:
-        """Return the phase with tensors in place of its numbers."""
-        return self.phase.with_numbers(dict(zip(self.phase.numbers, numbers, strict=True)))
 
     def _run_one(self, phase: Phase, shared: Sequence[Tensor], *inputs: Tensor) -> Nested:
         shared_form, stack_form, batch_form = self.forms
@@ -311,7 +307,7 @@ class StepRunner:
         """
         known = self._known_step(step, numbers)
         traced = None
-        if self._is_replayed(known, clients=len(step.inputs[-1])):
+        if self._is_replayed(known, clients=step.inputs[-1].shape[0]):
             traced = self._find_or_trace(
                 known.name, f"phase {step.phase.name!r}", lambda: self._trace_step(step, numbers)
             )
@@ -332,7 +328,7 @@ class StepRunner:
 
     def _step_cost(self, step: StackedStep, numbers: Sequence[Tensor]) -> tuple[TaskCost, int]:
         """Return the cost of a step, as `part_cost` does; each of its parts is measured alone."""
-        phase = step.with_numbers(numbers)
+        phase = step.phase.with_numbers(numbers)
         cost = TaskCost()
         shared, carry, batch = step.nested_inputs()
         if step.start:

@@ -51,6 +51,7 @@ def trace(fn: FlatFunction, args: Sequence[Tensor]) -> FlatFunction:
     """
     module = record(fn, args)
     rewrites = (
+        _drop_means_of_one,
         _drop_identities,
         _inline_scalars,
         _FoldConstants(module),
@@ -98,6 +99,21 @@ def _shape_and_dtype(node: object) -> ShapeAndDtype | None:
     return form.shape, form.dtype
 
 
+def _drop_means_of_one(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a mean over dimensions with one entry, such as a client's only sample, by a view."""
+    if node.target is not aten.mean.dim or node.kwargs:
+        return
+    source: Any = node.args[0]
+    dims: Any = node.args[1]
+    expected = _shape_and_dtype(node)
+    given = _shape_and_dtype(source)
+    if expected is None or given is None or given[1] != expected[1]:
+        return
+    if dims and all(given[0][dim] == 1 for dim in dims):
+        node.target = aten.view.default
+        node.args = (source, list(expected[0]))
+
+
 def _drop_identities(graph: fx.Graph, node: fx.Node) -> None:
     """Replace a node that returns one of its arguments unchanged by that argument."""
     source = _unchanged_argument(node)
@@ -114,6 +130,8 @@ def _unchanged_argument(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
+    if node.target is MUL:
+        return _factor_of_one(node)
     if node.target in TRANSPOSES and source.target is node.target:
         if source.args[1:] != node.args[1:]:
             return None
@@ -131,6 +149,15 @@ def _unchanged_argument(node: fx.Node) -> fx.Node | None:
         return source
     if node.target in (aten.mul.Scalar, aten.pow.Tensor_Scalar) and node.args[1] == 1:
         return source
+    return None
+
+
+def _factor_of_one(node: fx.Node) -> fx.Node | None:
+    """Return the tensor that a product multiplies by ones, if the product has its shape."""
+    for ones, other in (node.args, reversed(node.args)):
+        is_one = isinstance(ones, fx.Node) and ones.meta.get("ones")
+        if is_one and isinstance(other, fx.Node) and _same_shape(other, node):
+            return other
     return None
 
 
@@ -338,6 +365,8 @@ class _FoldConstants:
             # Results are copies: a caller that changes one must not change the constant.
             copy = graph.call_function(aten.clone.default, (constant,))
         constant.meta.update(node.meta)
+        if value.is_cpu:  # reading it would wait for a GPU
+            constant.meta["ones"] = bool((value == 1).all())
         self.known[constant] = value
         node.replace_all_uses_with(constant, delete_user_cb=lambda user: user.op != "output")
         node.replace_all_uses_with(copy)

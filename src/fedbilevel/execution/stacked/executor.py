@@ -198,6 +198,9 @@ class StackedExecutor(Executor):
 
         The longest tasks come first, so that a stack can shrink as tasks finish.
         """
+        if len(tasks) == 1 and not self.on_gpu:  # nothing to group
+            yield list(tasks), self.memory
+            return
         groups: dict[tuple[Hashable, int], list[Task]] = defaultdict(list)
         phase_numbers: dict[Phase, int] = {}
         for broadcast, alike in group_by_broadcast(tasks).items():
@@ -290,11 +293,13 @@ class StackedExecutor(Executor):
             replies, program_costs = program(inputs)
         if program_costs.mismatch:
             raise ReplyError(f"phase {broadcast.phase.name!r} {program_costs.mismatch}")
-        feature_bytes = nbytes(samples.features) // len(tasks)
-        costs_by_steps = [
-            cost._replace(peak_bytes=cost.peak_bytes + feature_bytes).then(samples.embedding)
-            for cost in program_costs.by_steps
-        ]
+        costs_by_steps = program_costs.by_steps
+        if samples.features:
+            feature_bytes = nbytes(samples.features) // len(tasks)
+            costs_by_steps = [
+                cost._replace(peak_bytes=cost.peak_bytes + feature_bytes).then(samples.embedding)
+                for cost in costs_by_steps
+            ]
         costs = [costs_by_steps[task.steps] for task in tasks]
         if isinstance(replies, Sums):
             return Results(tasks, costs, program_costs.reply_bytes, {}, replies)
