@@ -137,16 +137,31 @@ def test_own_x_ends_in_the_closed_form(name: str) -> None:
     check_own_x(method(name, "x"), ROUNDS.get(name, 130), case(name).tolerance)
 
 
+_AFBO: dict[str, Any] = {
+    "lr_x": 0.05,
+    "lr_y": 0.6,
+    "lr_z": 0.6,
+    "server_lr_x": 0.05,
+    "server_lr_y": 0.2,
+    "server_lr_z": 0.2,
+}
+_UNIFBO: dict[str, Any] = {"barrier": False, "momentum_weight": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("check", "rounds", "tolerance"), [(check_own_x, 800, 1e-5), (check_own_y, 450, 1e-6)]
+    ("name", "settings", "check", "rounds", "tolerance"),
+    [
+        ("afbo", _AFBO, check_own_x, 800, 1e-5),
+        ("afbo", _AFBO, check_own_y, 450, 1e-6),
+        ("unifbo", {**_UNIFBO, "lr_x": 0.3}, check_own_x, 800, 1e-5),
+        ("unifbo", {**_UNIFBO, "lr_x": 0.1}, check_own_y, 600, 1e-6),
+    ],
 )
 def test_clients_that_answer_at_any_time_end_in_the_closed_form(
-    check: Any, rounds: int, tolerance: float
+    name: str, settings: dict[str, Any], check: Any, rounds: int, tolerance: float
 ) -> None:
     environment = fb.Environment(participation=2, delay=fb.delays.LogNormal())
-    settings = {"lr_x": 0.05, "lr_y": 0.6, "lr_z": 0.6}
-    server = {"server_lr_x": 0.05, "server_lr_y": 0.2, "server_lr_z": 0.2}
-    check(build("afbo", **settings, **server), rounds, tolerance, environment=environment)
+    check(build(name, **settings), rounds, tolerance, environment=environment)
 
 
 class Forgets(Descend):
