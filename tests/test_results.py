@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -22,6 +23,12 @@ import verdicts  # noqa: E402
 def test_every_generated_number_of_the_pages_is_that_of_the_curves() -> None:
     for path, text in tables.pages().items():
         assert path.read_text("utf-8") == text, f"{path.name}: run python docs/results/tables.py"
+
+
+def test_the_table_of_personal_heads_is_that_of_the_measured_runs() -> None:
+    script = runpy.run_path(str(RESULTS / "personal-heads.py"))
+    runs = script["read"](RESULTS / "personal-heads.csv")
+    assert script["table"](runs) in (RESULTS.parent / "personal.md").read_text("utf-8")
 
 
 def test_a_number_that_was_changed_by_hand_is_computed_again() -> None:
