@@ -13,6 +13,8 @@ import fedbilevel as fb
 from fedbilevel.core.micro_batches import parts_of
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.rng import root, uniform
+from fedbilevel.experiments import config as configs
+from fedbilevel.experiments.runner import load_task
 from tests.support import sequences
 
 
@@ -123,3 +125,8 @@ def test_a_run_is_the_same_and_takes_less_memory(name: str, mode: Any) -> None:
 def test_refuses_what_cannot_be_split(options: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         problem_with(**options)
+
+
+def test_an_experiment_says_how_many_samples_are_evaluated_at_once() -> None:
+    config = configs.resolve(*configs.read("digits"), settings=["runtime.micro_batch=8"])
+    assert load_task(config).problem.micro_batch == 8

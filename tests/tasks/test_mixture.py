@@ -13,6 +13,8 @@ from torch.nn import functional as F
 import fedbilevel as fb
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.tasks import mixture
+from tests.support import tool
+from tests.support.tool import Outcome
 
 SMALL: dict[str, Any] = {
     "owners": ["json", "xml", "shuffled:json"],
@@ -70,6 +72,25 @@ def test_refuses_what_does_not_fit(options: dict[str, Any], sentence: str) -> No
         fb.tasks.load("mixture", **{**SMALL, **options})
 
 
+def test_a_run_records_the_texts_and_is_not_resumed_on_others(tmp_path: Path) -> None:
+    mixture.write_texts(["json", "xml"], 3000, tmp_path)
+    options = ['task.owners=["json","xml"]', "task.target=json", "task.context=8"]
+
+    def invoke(*more: str) -> Outcome:
+        settings = [*options, f"task.text={tmp_path}", "task.width=8"]
+        words = [word for setting in settings for word in ("--set", setting)]
+        return tool.invoke("run", "mixture", *words, "--out", tmp_path / "run", *more, "--quiet")
+
+    assert invoke("--rounds", "1").code == 0
+    config = fb.load_run(tmp_path / "run").config
+    task = fb.tasks.load(**config["task"])
+    assert task.options == {"digest": config["task"]["digest"]}
+    (tmp_path / "xml.txt").write_bytes(b"x" * 3000)
+    outcome = invoke("--rounds", "2", "--resume")
+    assert outcome.code == 2
+    assert "was run with task.digest = " in outcome.err
+
+
 def test_validation_and_test_text_are_not_trained_on() -> None:
     task = fb.tasks.load("mixture", **SMALL)
     train, val = (side[0] for side in (task.clients[0].train, task.clients[0].val))
@@ -97,3 +118,20 @@ def test_a_run_learns_the_text_and_moves_the_weights_on_the_simplex() -> None:
     assert (weights - 1 / 3).abs().max() > 1e-3
     assert weights.min() >= 0
     torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
+
+
+def test_shuffled_bytes_lose_their_weight_once_more_than_frequencies_is_learnt() -> None:
+    options = {**SMALL, "width": 32, "context": 32, "characters": 50_000}
+    task = fb.tasks.load("mixture", **options)
+    method = fb.algorithms.MemFBO(
+        server_lr_x=lambda t: 0.02 if t >= 50 else 1e-12,
+        server_lr_y=lambda t: 0.01 * min((t + 1) / 20, 1.0),
+        server_lr_u=lambda t: 0.01 * min((t + 1) / 20, 1.0),
+        penalty=3.0,
+        adaptive=True,
+    )
+    environment = fb.Environment(batch_size=8)
+    result = fb.solve(
+        task.problem, task.clients, method, rounds=110, every=110, environment=environment
+    )
+    assert result.x["weights"][2] < 0.02

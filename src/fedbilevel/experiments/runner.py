@@ -47,6 +47,8 @@ def prepare_run(config: Config, data_dir: Path | None = None) -> Run:
 def load_task(config: Config, data_dir: Path | None = None) -> Task:
     """Set this process to the config's number of threads, and load the task.
 
+    What the task found out about itself is recorded in the config's table.
+
     Args:
         config: The resolved experiment.
         data_dir: The folder with downloaded data, if it is not in the usual place.
@@ -59,6 +61,7 @@ def load_task(config: Config, data_dir: Path | None = None) -> Task:
     """
     torch.set_num_threads(config.table["runtime"]["threads"])
     task = config.load_task(data_dir)
+    config.table["task"].update(task.options)
     runtime = config.experiment.runtime
     problem = task.problem
     if runtime.derivatives != "auto":

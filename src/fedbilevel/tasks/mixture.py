@@ -65,7 +65,8 @@ def mixture(
         start: The weights to start from, one per owner; None is uniform.
         text: A folder with a file NAME.txt per package, to be read instead of the packages, such
             as `write_texts` makes.
-        digest: What the texts must hash to, so that a run is not repeated on other texts.
+        digest: What the texts must hash to. The config of a run has it, so that the run is neither
+            repeated nor resumed on other texts.
         seed: The seed of the initial parameters and of shuffled bytes.
 
     Returns:
@@ -147,6 +148,7 @@ def mixture(
         Problem(upper=upper, lower=lower, x={"weights": weights}, y=y, project_x=project),
         clients,
         evaluate,
+        options={"digest": found},
     )
 
 

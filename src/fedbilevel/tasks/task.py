@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of the tasks are listed without importing PyTorch
     from fedbilevel.core.problem import ClientData, Problem
@@ -25,6 +25,8 @@ class Task:
             and y, on its own data; runs report how they are distributed over the clients.
         metric: The one by which they are ranked; by default `test_accuracy` if `evaluate` returns
             it, else the upper loss.
+        options: Options that were found out as the task was built, such as the digest of its data;
+            the config of a run records them.
 
     Examples:
         >>> import fedbilevel as fb
@@ -39,3 +41,4 @@ class Task:
     evaluate: Callable[[Tree, Tree], Mapping[str, float]] | None = None
     evaluate_client: Callable[[Tree, Tree, int], Mapping[str, float]] | None = None
     metric: Metric | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
