@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fedbilevel as fb
+from fedbilevel.core.oracle import Oracle
 from tests.support import sequences
 from tests.support.conformance import OWN_HEADS
 
@@ -132,11 +133,30 @@ def test_activation_checkpointing_saves_memory(name: str, mode: Any) -> None:
         assert peaks[1] < 0.6 * peaks[0]
 
 
+def test_layers_are_computed_again_in_the_same_precision() -> None:
+    torch.manual_seed(0)
+    net = Deep()
+    (client,) = sequences.clients(1, samples=8)
+    gradients = []
+    for each in (net, fb.nets.with_checkpoints(net, "layers.*")):
+        for precision in ("fp32", "bf16-all"):
+            problem = sequences.whole_network_below(each).with_precision(precision)
+            batch = fb.Batch(client.train, client.val)
+            gradients.append(Oracle(problem).lower_gradient_y(*problem.start, batch))
+    exact, rounded, exact_again, rounded_again = gradients
+    torch.testing.assert_close(exact_again, exact)
+    torch.testing.assert_close(rounded_again, rounded, rtol=0, atol=0)
+    assert not torch.equal(exact["layers.0.0.weight"], rounded["layers.0.0.weight"])
+
+
 def test_layers_that_would_draw_again_are_refused() -> None:
     net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)))
     with pytest.raises(ValueError, match="layer '0' has dropout"):
         fb.nets.with_checkpoints(net, "0")
     fb.nets.with_checkpoints(net.eval(), "0")
+    attention = torch.nn.ModuleDict({"a": torch.nn.MultiheadAttention(2, 1, dropout=0.1)})
+    with pytest.raises(ValueError, match="layer 'a' has dropout"):
+        fb.nets.with_checkpoints(attention, "a")
     with pytest.raises(ValueError, match="layers is 'no'; no layer of the module has such a name"):
         fb.nets.with_checkpoints(net, "no")
 

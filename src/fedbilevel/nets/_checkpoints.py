@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core.derivatives import vjp
@@ -66,7 +67,10 @@ def with_checkpoints(module: nn.Module, layers: str) -> nn.Module:
 
 def _check_that_nothing_is_drawn(name: str, layer: nn.Module) -> None:
     for part in layer.modules():
-        if isinstance(part, Dropout | _DropoutNd) and part.p > 0 and part.training:
+        rate = getattr(part, "dropout", 0.0)  # of attention and of recurrent layers
+        if isinstance(part, Dropout | _DropoutNd):
+            rate = part.p
+        if isinstance(rate, float) and rate > 0 and part.training:
             raise ValueError(
                 f"layer {name!r} has dropout, which would draw other numbers when the layer is "
                 "computed again; layers must not, unless the module is in evaluation mode"
@@ -78,6 +82,12 @@ def _forward(layer: nn.Module, forward: Callable[..., Any], *args: Any, **option
     names = [name for name, _ in layer.named_parameters()]
     arguments, form = pytree.tree_flatten((args, options))
     places = [i for i, argument in enumerate(arguments) if isinstance(argument, Tensor)]
+    inputs = [arguments[place] for place in places]
+    parameters = [value for _, value in layer.named_parameters()]
+    device = (parameters + inputs)[0].device.type
+    precision = torch.autocast(
+        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    )
     result_form: Any = None
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -86,15 +96,13 @@ def _forward(layer: nn.Module, forward: Callable[..., Any], *args: Any, **option
         for place, tensor in zip(places, tensors[len(names) :], strict=True):
             values[place] = tensor
         args, options = pytree.tree_unflatten(values, form)
-        with torch.nn.utils.stateless._reparametrize_module(
-            layer, dict(zip(names, tensors, strict=False))
-        ):
+        own = dict(zip(names, tensors, strict=False))
+        with precision, _reparametrize_module(layer, own):
             result = forward(*args, **options)
         flat, result_form = pytree.tree_flatten(result)
         return tuple(flat)
 
-    inputs = [arguments[place] for place in places]
-    outputs = _Recompute.apply(call, *(value for _, value in layer.named_parameters()), *inputs)
+    outputs = _Recompute.apply(call, *parameters, *inputs)
     return pytree.tree_unflatten(list(outputs), result_form)
 
 
