@@ -206,6 +206,16 @@ TABLES: dict[str, Table] = {
             "gradients": final_number("gradients", 0),
         },
     ),
+    "mnist-first-order": Table(
+        ["method"],
+        [Row((method,), [f"mnist-first-order/{method}"]) for method in ("simfbo", "memfbo")],
+        {
+            **TARGETS,
+            "gradients to 90%": to(0.9, "gradients"),
+            "gradients per round": per("round", "gradients", 1.0, 0),
+            "after 200 rounds": final(),
+        },
+    ),
     "unifbo-mnist": Table(
         ["data"],
         [Row((partition,), [f"unifbo-mnist/unifbo {partition}"]) for partition in PARTITIONS],

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 import fedbilevel as fb
 from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.tree import flatten, unflatten
 from fedbilevel.tasks import mixture
 from tests.support import tool
 from tests.support.tool import Outcome
@@ -135,3 +138,62 @@ def test_shuffled_bytes_lose_their_weight_once_more_than_frequencies_is_learnt()
         task.problem, task.clients, method, rounds=110, every=110, environment=environment
     )
     assert result.x["weights"][2] < 0.02
+
+
+def minimise(loss: Callable[[fb.Tree], Tensor], start: fb.Tree) -> fb.Tree:
+    """The minimiser of a strongly convex loss."""
+    v = flatten(start).clone().requires_grad_()
+    search = torch.optim.LBFGS(
+        [v], max_iter=400, tolerance_grad=1e-9, tolerance_change=0.0, line_search_fn="strong_wolfe"
+    )
+
+    def evaluate() -> Tensor:
+        search.zero_grad()
+        value = loss(unflatten(v, start))
+        value.backward()
+        return value
+
+    search.step(evaluate)
+    return unflatten(v.detach(), start)
+
+
+def test_the_direction_of_the_weights_is_that_of_finite_differences() -> None:
+    """Of the head of a network without blocks, where the lower level is strongly convex.
+
+    Shuffled bytes of the target teach its frequencies, which is all that such a network learns: the
+    target's loss falls where their weight grows.
+    """
+    options = SMALL | {"characters": 400, "context": 8, "width": 4, "depth": 0, "ridge": 0.05}
+    task = fb.tasks.load("mixture", **options)
+    whole = fb.Tree(task.problem.y).map(Tensor.double)
+    head = fb.Tree({name: whole[name] for name in ("head.weight", "head.bias")})
+    problem = fb.Problem(
+        lambda x, y, batch: task.problem.upper(x, {**whole, **y}, batch, ()),
+        lambda x, y, batch: task.problem.lower(x, fb.Tree({**whole, **y}), batch, ()),
+        x={"weights": task.problem.x["weights"].double()},
+        y=head,
+    )
+    oracle = Oracle(problem)
+    batches = [fb.Batch(client.train, client.val) for client in task.clients]
+
+    def mean(loss: Callable[..., Tensor], x: fb.Tree, y: fb.Tree) -> Tensor:
+        return torch.stack([loss(x, y, batch) for batch in batches]).mean()
+
+    x, _ = problem.start
+    y = minimise(lambda y: mean(oracle.lower, x, y), head)
+    directions = []
+    for penalty in (100.0, 200.0):
+        u = minimise(
+            lambda u, p=penalty: mean(oracle.lower, x, u) + mean(oracle.upper, x, u) / p, y
+        )
+        d = [oracle.penalty_directions(x, y, u, batch, penalty).x["weights"] for batch in batches]
+        directions.append(torch.stack(d).mean(0))
+    direction = 2 * directions[1] - directions[0]  # without the bias of the order 1 / penalty
+    along = torch.tensor([0.3, 0.2, -0.5], dtype=torch.float64)
+    rise = []
+    for step in (1e-3, -1e-3):
+        moved = fb.Tree(weights=x["weights"] + step * along)
+        rise.append(mean(oracle.upper, x, minimise(lambda y, x=moved: mean(oracle.lower, x, y), y)))
+    difference = (rise[0] - rise[1]) / 2e-3
+    torch.testing.assert_close(direction @ along, difference, rtol=2e-3, atol=0)
+    assert direction[2] < 0
