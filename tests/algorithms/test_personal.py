@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -110,10 +111,10 @@ def test_per_fedavg_keeps_the_model_after_one_step() -> None:
 
 @pytest.mark.parametrize("name", ["fedrep", "ditto"])
 def test_a_plain_loop_from_the_paper_ends_at_the_same_accuracy(name: str) -> None:
-    options = {"data": "digits", "hidden": 32, "held_out": 0.3, "clients": 10}
+    options = {"data": "digits", "held_out": 0.3, "clients": 10}
     plain, ours, start = compare(
         name, rounds=40, participation=5, lr=0.2, batch_size=16, hidden=32, options=options
     )
-    assert start < 0.3
-    assert plain > 0.95
-    assert ours == pytest.approx(plain, abs=0.01)
+    assert fmean(start) < 0.3
+    assert fmean(plain) > 0.95
+    assert fmean(ours) == pytest.approx(fmean(plain), abs=0.01)
