@@ -48,6 +48,7 @@ class Sites(Task):
         baselines: For each baseline the clients whose training data it is fitted to, for `plain`:
             "FedAvg, all sites" (spoiled records and trusted people), "trusted people alone" and
             "FedAvg, clean" (no record is spoiled, and trusted people).
+        test: The records of the test people.
     """
 
     bad: tuple[int, ...]
@@ -55,6 +56,7 @@ class Sites(Task):
     groups: str = "person"
     plain: Problem
     baselines: dict[str, list[ClientData]]
+    test: dict[str, Tensor]
 
     def refit(self, x: Tree) -> Tree:
         """Fit y to the records of the sites, weighted as in x, and to the trusted people.
@@ -208,6 +210,7 @@ def sites(
         names=tuple(f"site {site + 1}" for site in range(SITES)),
         plain=plain,
         baselines=baselines,
+        test=on_test,
     )
 
 
