@@ -5,8 +5,9 @@ find the best weights, to rounding. SimFBO's error is thereby told from that of 
 
     python docs/results/sites-limits.py     # writes sites-limits.csv beside this file
 
-Of each seed, the part of the gap between FedAvg and clean labels that weights close, on test people,
-after the refit to the trusted people. "best on test people" looks at them: a bound, not a method.
+Of each seed, the part of the gap between FedAvg and clean labels that weights close on people of
+the test, after the refit to the trusted people. "best on test people" looks at those: a bound, not
+a method.
 """
 
 from __future__ import annotations

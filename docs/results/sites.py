@@ -67,11 +67,11 @@ def row(seed: int, trusted: float, learn: bool) -> dict[str, Any]:
         "leave_one_out_with_itself": agreement(value.leave_one_out, on_test),
     }
     if learn:
-        found.update(learnt_losses(task))
+        found.update(learnt_losses(task, value))
     return found
 
 
-def learnt_losses(task: Any) -> dict[str, float]:
+def learnt_losses(task: Any, value: Any) -> dict[str, float]:
     """Losses on test people, of baselines, of learnt weights and of weights that know the truth."""
     result = fb.solve(
         task.problem, task.clients, METHOD, rounds=ROUNDS, every=ROUNDS, weights="samples"
@@ -84,19 +84,25 @@ def learnt_losses(task: Any) -> dict[str, float]:
     for name, clients in task.baselines.items():
         y = fb.solve_lower(task.plain, clients, task.plain.x, weights="samples")
         losses[name] = loss(y)
-    good = torch.ones(6, dtype=torch.float64)
-    good[list(task.bad)] = 0.0
-    known = fb.Tree({**task.problem.x, "client_weights": good / good.sum()})
+    good = [float(site not in task.bad) for site in range(6)]
+
+    def weighted(weights: list[float]) -> float:
+        shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+        return loss(task.refit(fb.Tree({**task.problem.x, "client_weights": shares})))
+
     learnt = loss(task.refit(result.x))
-    left_out = loss(task.refit(known))
+    by_chance = weighted(value.chances)
+    left_out = weighted(good)
     gap = losses[ALL] - losses[CLEAN]
     return {
         "fedavg": round(losses[ALL], 5),
         "trusted_alone": round(losses[ALONE], 5),
         "learnt": round(learnt, 5),
+        "weighted_by_chances": round(by_chance, 5),
         "bad_left_out": round(left_out, 5),
         "clean": round(losses[CLEAN], 5),
         "gap_closed": round((losses[ALL] - learnt) / gap, 3),
+        "gap_closed_by_chances": round((losses[ALL] - by_chance) / gap, 3),
         "gap_closed_by_leaving_out": round((losses[ALL] - left_out) / gap, 3),
     }
 
@@ -119,6 +125,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     if "learnt" in first:
         wins = sum(r["learnt"] < min(r["fedavg"], r["trusted_alone"]) for r in rows)
         lines.append(f"  learnt weights better than both baselines in {wins}")
+        wins = sum(r["weighted_by_chances"] < min(r["fedavg"], r["trusted_alone"]) for r in rows)
+        lines.append(f"  weights by chances better than both baselines in {wins}")
     return "\n".join([*lines, *medians(rows)])
 
 

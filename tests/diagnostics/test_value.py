@@ -84,6 +84,17 @@ def test_rows_of_a_person_in_a_table_are_resampled_together() -> None:
     assert fb.value(problem, rows).errors < tuple(0.8 * error for error in expected.errors)
 
 
+def test_the_chance_that_a_client_helps_is_that_of_the_normal_distribution() -> None:
+    result = fb.value(task().problem, task().clients)
+    shares = []
+    for v, e in zip(result.values, result.errors, strict=True):
+        draws = v + e * torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+        shares.append(float((draws > 0).double().mean()))
+    assert result.chances == pytest.approx(shares, abs=0.005)
+    certain = dataclasses.replace(result, values=(1.0, -1.0, 0.0, 2.0), errors=(0.0,) * 4)
+    assert certain.chances == [1.0, 0.0, 0.0, 1.0]
+
+
 def test_groups_given_as_tensors_are_those_of_the_data() -> None:
     task = fb.tasks.load("sites")
     people = [client.val["person"] for client in task.clients]  # type: ignore[call-overload]
