@@ -83,14 +83,18 @@ def measured() -> dict[str, Cost]:
 
 
 def expected_seconds(curve: str, config: Mapping[str, Any]) -> float:
-    """Return how long a run takes that has not begun; NaN if nothing like it was measured."""
+    """Return how long a run takes that has not begun: by costs.csv, or by its committed curve.
+
+    It is NaN if nothing like it was measured.
+    """
     limits = config.get("stop", {})
     if "wall_s" in limits:
         return START_S + float(limits["wall_s"])
     cost = measured().get(curve)
     if cost is not None:
         return cost.of_run(config)[1]
-    return float("nan")
+    seconds = [float(run["wall_s"][-1]) for run in load(*curve.split("/", 1))]
+    return START_S + statistics.fmean(seconds) if seconds else float("nan")
 
 
 # While it runs.
