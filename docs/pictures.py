@@ -213,11 +213,9 @@ def _spans(
 
     sent: list[tuple[Any, float]] = []
     fed.transport.send = watched  # type: ignore[method-assign]
-    state = method.init(task.problem)
-    for t in range(40):
-        state = method.at(t).iterate(state, fed)
-        if fed.now > 3 * until:
-            break
+    run = fb.Run(method, fed, {})
+    while fed.now < 3 * until:
+        run.advance()
     for item, began in sent:
         if began < until:
             spans.append((item.client, began, min(item.ended_at, until)))
@@ -254,10 +252,9 @@ def _held_units(page: dict[str, Any], name: str) -> list[set[int]]:
         return ask(phase, clients, **values)
 
     fed.ask = watched  # type: ignore[method-assign]
-    method = fb.algorithms.get(name)()
-    state = method.init(fed.problem)
-    for t in range(5):
-        state = method.at(t).iterate(state, fed)
+    run = fb.Run(fb.algorithms.get(name)(), fed, {})
+    for _ in range(5):
+        run.advance()
     held = []
     for part in sent[-1]:
         units = range(16)

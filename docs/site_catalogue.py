@@ -74,7 +74,6 @@ def method_page(name: str) -> str:
     text = read_docstring(method)
     seen = observe(name)
     facts = {
-        "Name": f"`{name}`",
         "Solves": SOLVES[method.solves],
         "Waits for its cohort": _barrier(method, seen),
         "Derivatives": _derivatives(method),
@@ -90,7 +89,7 @@ def method_page(name: str) -> str:
     parts = [
         f"# {title(name)}",
         capitalised(_linked(text.summary.removeprefix(f"{title(name)}: "))),
-        _table(("", ""), facts.items()),
+        _table(("Name", f"`{name}`"), facts.items()),
         "## What it does",
         _linked(text.body),
         "## What an iteration costs",
@@ -156,7 +155,7 @@ def method_index() -> str:
 def what_leaves_table() -> str:
     """Return what leaves a client, for every method."""
     rows = []
-    for name in fb.algorithms.names():
+    for name in sorted(fb.algorithms.names()):
         exchanges = observe(name).exchanges
         returned = [value for exchange in exchanges for value in exchange.returned]
         if not fb.algorithms.get(name).has_server:
@@ -341,14 +340,21 @@ def _pages_by_class() -> dict[str, str]:
 
 
 def _linked(text: str) -> str:
-    """Turn names of methods and of pages into links."""
+    """Turn names of methods and of pages into links, and stars into stars; formulas stay."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("    "):
+            lines.append(line.replace("`", ""))
+            continue
+        parts = line.split("`")
+        parts[::2] = [part.replace("*", r"\*") for part in parts[::2]]
+        lines.append(re.sub(r"`(\w+)`", _link, "`".join(parts)))
+    return re.sub(r"docs/([\w-]+)\.md", r"[\1](../\1.md)", "\n".join(lines))
 
-    def link(match: re.Match[str]) -> str:
-        page = _pages_by_class().get(match[1])
-        return f"[{match[0]}](../methods/{page}.md)" if page else match[0]
 
-    text = re.sub(r"`(\w+)`", link, text)
-    return re.sub(r"docs/([\w-]+)\.md", r"[\1](../\1.md)", text)
+def _link(match: re.Match[str]) -> str:
+    page = _pages_by_class().get(match[1])
+    return f"[{match[0]}](../methods/{page}.md)" if page else match[0]
 
 
 def _table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

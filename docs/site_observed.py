@@ -88,8 +88,10 @@ def read_docstring(item: object) -> Text:
 
 
 def capitalised(text: str) -> str:
-    """Return a text with a capital at its start."""
-    return text[:1].upper() + text[1:]
+    """Return a text with a capital at its start, unless it starts with a symbol such as x."""
+    if not text[1:2].isalpha():
+        return text
+    return text[0].upper() + text[1:]
 
 
 def _one_line(texts: Iterable[str]) -> str:
@@ -186,12 +188,13 @@ def settings_with_single_replies(name: str) -> list[str]:
 
 def _observe(method: Algorithm) -> Observed:
     fed = _small_federation(method)
-    state = method.at(0).iterate(method.init(fed.problem), fed)
+    run = fb.Run(method, fed, {})
+    run.advance()
     before = fed.ledger.totals()
     exchanges: list[Exchange] = []
     for kind in ("ask", "post", "mix", "local"):
         setattr(fed, kind, _watched(getattr(fed, kind), kind, exchanges))
-    method.at(1).iterate(state, fed)
+    run.advance()
     after = fed.ledger.totals()
     return Observed(
         exchanges=tuple(dict.fromkeys(exchanges)),
