@@ -130,7 +130,7 @@ def bilevel() -> None:
         best = float(task.y_star(task.x_star())["y"])
         plane.plot(x_star, best, "*", color=GREEN, markersize=13, zorder=3, label="solution")
         plane.set(xlabel="x", ylabel="y", title="Levels of F(x, y)")
-        plane.legend(fontsize=8, loc="lower right")
+        plane.legend(fontsize=8, loc="lower left", borderaxespad=0.1)
         phi = [float(task.phi({"x": torch.tensor([v])})) for v in x]
         line.plot(x, phi, color=ORANGE)
         line.plot(x_star, float(task.phi(task.x_star())), "*", color=GREEN, markersize=13)

@@ -157,7 +157,7 @@ def observe(name: str) -> Observed:
     Returns:
         What it exchanged and cost, with one local step.
     """
-    return _observe(fb.algorithms.get(name)())
+    return _observe(fb.algorithms.get(name)(), before=1)
 
 
 @functools.cache
@@ -178,7 +178,7 @@ def settings_with_single_replies(name: str) -> list[str]:
             values = [not setting.default]
         for value in values:
             try:
-                seen = _observe(method(**{setting.name: value}))
+                seen = _observe(method(**{setting.name: value}), before=0)
             except ValueError:
                 continue  # it needs another setting, or another problem
             if not all(exchange.summed for exchange in seen.exchanges):
@@ -186,20 +186,21 @@ def settings_with_single_replies(name: str) -> list[str]:
     return found
 
 
-def _observe(method: Algorithm) -> Observed:
+def _observe(method: Algorithm, before: int) -> Observed:
     fed = _small_federation(method)
     run = fb.Run(method, fed, {})
-    run.advance()
-    before = fed.ledger.totals()
+    for _ in range(before):
+        run.advance()
+    start = fed.ledger.totals()
     exchanges: list[Exchange] = []
     for kind in ("ask", "post", "mix", "local"):
         setattr(fed, kind, _watched(getattr(fed, kind), kind, exchanges))
     run.advance()
-    after = fed.ledger.totals()
+    end = fed.ledger.totals()
     return Observed(
         exchanges=tuple(dict.fromkeys(exchanges)),
-        rounds=int(after["rounds"] - before["rounds"]),
-        gradients=(after["gradients"] - before["gradients"]) / len(fed),
+        rounds=int(end["rounds"] - start["rounds"]),
+        gradients=(end["gradients"] - start["gradients"]) / len(fed),
     )
 
 
