@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fedbilevel as fb
+from fedbilevel.core.derivatives import grad
 from fedbilevel.core.oracle import Oracle
 from tests.support import sequences
 from tests.support.conformance import OWN_HEADS
@@ -147,6 +148,20 @@ def test_layers_are_computed_again_in_the_same_precision() -> None:
     torch.testing.assert_close(exact_again, exact)
     torch.testing.assert_close(rounded_again, rounded, rtol=0, atol=0)
     assert not torch.equal(exact["layers.0.0.weight"], rounded["layers.0.0.weight"])
+
+
+def test_tied_weights_within_a_layer_that_is_computed_again() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+    layer[2].weight = layer[0].weight
+    net = torch.nn.Sequential(layer)
+    inputs = torch.randn(4, 3)
+
+    def gradient(net: torch.nn.Module) -> fb.Tree:
+        apply, _, y = fb.split_module(net, lower="", upper=())
+        return grad(lambda y: apply(fb.Tree(), y, inputs).square().sum())(y)
+
+    torch.testing.assert_close(gradient(fb.nets.with_checkpoints(net, "0")), gradient(net))
 
 
 def test_layers_that_would_draw_again_are_refused() -> None:

@@ -51,7 +51,7 @@ def batch_of(train: int, val: int) -> fb.Batch:
 
 @pytest.mark.parametrize("embed", [False, True])
 @pytest.mark.parametrize("derivatives", ["exact", "differences"])
-@pytest.mark.parametrize(("train", "val"), [(6, 6), (7, 5), (8, 1)])
+@pytest.mark.parametrize(("train", "val"), [(6, 6), (7, 5), (9, 4), (8, 1)])
 def test_every_derivative_is_that_of_the_whole_batch(
     embed: bool, derivatives: Any, train: int, val: int
 ) -> None:
@@ -85,6 +85,15 @@ def test_every_derivative_is_that_of_the_whole_batch(
     found = all_derivatives(split)
     torch.testing.assert_close(found, all_derivatives(whole), rtol=tolerance, atol=tolerance)
     assert split.gradients == whole.gradients
+
+
+def test_no_part_has_more_samples_than_asked_for() -> None:
+    for train, val in ((9, 4), (4, 9), (7, 7), (100, 40)):
+        parts = parts_of(batch_of(train, val), 2)
+        assert max(len(part.batch.train[0]) for part in parts) <= 2
+        assert max(len(part.batch.val[0]) for part in parts) <= 2
+        for level in (0, 1):
+            assert sum(part.factors[level] for part in parts) == pytest.approx(len(parts))
 
 
 def test_parts_draw_different_random_numbers() -> None:

@@ -33,7 +33,7 @@ class Part(NamedTuple):
 def parts_of(batch: Batch, size: int | None) -> list[Part]:
     """Split a batch into parts of at most `size` samples of each side.
 
-    The samples of a side that has fewer than there are parts are in every part.
+    The samples of a side that has fewer than there are parts take turns.
 
     Args:
         batch: The batch; a side may be missing.
@@ -48,9 +48,9 @@ def parts_of(batch: Batch, size: int | None) -> list[Part]:
         >>> batch = fb.Batch(train=(torch.arange(5.0),), val=(torch.arange(2.0),))
         >>> for part, factors in parts_of(batch, size=2):
         ...     print(part.train, part.val, [round(factor, 2) for factor in factors])
-        (tensor([0., 1.]),) (tensor([0., 1.]),) [1.2, 1.0]
-        (tensor([2., 3.]),) (tensor([0., 1.]),) [1.2, 1.0]
-        (tensor([4.]),) (tensor([0., 1.]),) [0.6, 1.0]
+        (tensor([0., 1.]),) (tensor([0.]),) [1.2, 0.75]
+        (tensor([2., 3.]),) (tensor([1.]),) [1.2, 1.5]
+        (tensor([4.]),) (tensor([0.]),) [0.6, 0.75]
     """
     if size is None or not is_split(batch, size):
         return [Part(batch, (1.0, 1.0))]
@@ -78,13 +78,15 @@ def _size(side: Data) -> int:
 def _split(side: Data, count: int) -> Iterator[tuple[Data, float]]:
     """Yield `count` parts of a side, and the factors of its loss."""
     size = _size(side)
-    if size < count:
-        for _ in range(count):
-            yield side, 1.0
+    if size == 0:
+        yield from [(side, 1.0)] * count
         return
-    splits = [tensor.tensor_split(count) for _, tensor in named_tensors(side)]
-    for tensors in zip(*splits, strict=True):
-        yield repack(side, list(tensors)), len(tensors[0]) * count / size
+    distinct = min(count, size)
+    splits = [tensor.tensor_split(distinct) for _, tensor in named_tensors(side)]
+    for number in range(count):
+        tensors = [split[number % distinct] for split in splits]
+        uses = len(range(number % distinct, count, distinct))
+        yield repack(side, tensors), len(tensors[0]) / size * count / uses
 
 
 def in_parts(method: Method) -> Method:
@@ -113,13 +115,14 @@ def in_parts(method: Method) -> Method:
             return method(oracle, *args, **options)
         total = None
         counted = oracle.gradients
+        before = oracle.factors
         for part, factors in parts:
             oracle.gradients = counted
             oracle.factors = factors
             try:
                 value = method(oracle, *args[:place], part, *args[place + 1 :], **options)
             finally:
-                oracle.factors = (1.0, 1.0)
+                oracle.factors = before
             if total is None:
                 total = value
             else:

@@ -97,7 +97,7 @@ def _forward(layer: nn.Module, forward: Callable[..., Any], *args: Any, **option
             values[place] = tensor
         args, options = pytree.tree_unflatten(values, form)
         own = dict(zip(names, tensors, strict=False))
-        with precision, _reparametrize_module(layer, own):
+        with precision, _reparametrize_module(layer, own, tie_weights=True):
             result = forward(*args, **options)
         flat, result_form = pytree.tree_flatten(result)
         return tuple(flat)
