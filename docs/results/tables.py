@@ -2,7 +2,8 @@
 
     python docs/results/tables.py
 
-It rewrites what stands between `<!-- table NAME -->` and `<!-- end NAME -->` on both pages. A table
+It rewrites what stands between `<!-- table NAME -->` and `<!-- end NAME -->` on both pages and on
+docs/howto/choose-a-method.md, and the figures of `fedbilevel advise` (see advice.py). A table
 is a list of rows, each with the labels of its curves, and a list of columns, each a function of a
 row (see cells.py).
 """
@@ -638,7 +639,8 @@ def blocks() -> dict[str, object]:
 
 
 def pages() -> dict[Path, str]:
-    """Return both pages as they should be."""
+    """Return the pages, and the figures of `fedbilevel advise`, as they should be."""
+    import advice
     import verdicts  # it imports this module
 
     results = HERE / "README.md"
@@ -647,6 +649,8 @@ def pages() -> dict[Path, str]:
     return {
         results: rendered(text, blocks()),
         page: rendered(page.read_text("utf-8"), verdicts.blocks(text)),
+        advice.PAGE: rendered(advice.PAGE.read_text("utf-8"), advice.blocks()),
+        advice.FIGURES: advice.figures(),
     }
 
 

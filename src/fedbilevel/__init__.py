@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fedbilevel.core.weighting import weighted as weighted
     from fedbilevel.data.clients import clients as clients
     from fedbilevel.diagnostics.check import check as check
+    from fedbilevel.diagnostics.methods import advise as advise
     from fedbilevel.diagnostics.value import value as value
     from fedbilevel.estimators.linear_model import linear_model as linear_model
     from fedbilevel.estimators.logistic import FederatedLogistic as FederatedLogistic
@@ -70,6 +71,7 @@ _HOMES = {
     "Run": "runs.run:Run",
     "Tree": "core.tree:Tree",
     "adapt": "runs.adapt:adapt",
+    "advise": "diagnostics.methods:advise",
     "algorithms": "algorithms",
     "callbacks": "runs.callbacks",
     "check": "diagnostics.check:check",

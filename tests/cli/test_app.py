@@ -27,6 +27,7 @@ COMMANDS = [
     "compare",
     "tune",
     "check",
+    "advise",
     "value",
     "report",
     "export",

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from fedbilevel import __version__, configure_process
+from fedbilevel.cli.advise import advise
 from fedbilevel.cli.check import check
 from fedbilevel.cli.compare import compare
 from fedbilevel.cli.demo import demo
@@ -32,6 +33,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "compare": (compare, "digits --algorithms simfbo,la-asfbo --seeds 5 --out runs/digits"),
     "tune": (tune, "digits --algorithm simfbo --trials 8 --rounds 50 --out runs/tune"),
     "check": (check, "digits --set data.partition=iid"),
+    "advise": (advise, "digits --goal bytes"),
     "value": (value, "sites --leave-one-out --figure sites.pdf"),
     "report": (report, "runs/digits --figure digits.pdf"),
     "export": (export, "runs/first --out model.safetensors"),
