@@ -13,6 +13,7 @@ import pytest
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 sys.path.insert(0, str(RESULTS))  # scripts beside the page, which import each other
 
+import advice  # noqa: E402
 import cells  # noqa: E402
 import figures  # noqa: E402
 import members  # noqa: E402
@@ -131,3 +132,30 @@ def test_a_verdict_without_its_runs_is_not_run_yet(monkeypatch: pytest.MonkeyPat
     assert (verdict.shown(), verdict.measured()) == ("reproduced", "90.00%")
     monkeypatch.setattr(cells, "load", lambda name, label: [])
     assert verdict.shown() == "not run yet"
+
+
+def test_first_choices_of_advise_are_within_the_spread_of_the_best_in_four_of_five() -> None:
+    primary = [each for each in advice.judged() if advice.is_primary(each.comparison)]
+    assert len(primary) >= 10
+    assert sum(each.is_within for each in primary) >= 0.8 * len(primary)
+
+
+def test_a_choice_is_judged_without_the_results_of_its_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(where: str, problem: str, **costs: float) -> advice.Comparison:
+        exact = {name: advice.Cost(cost, cost, cost, 1, 1) for name, cost in costs.items()}
+        return advice.Comparison(where, problem, "rounds", 0.9, (), exact)
+
+    results = [
+        found("first", "p", simfbo=10, fednest=20),
+        found("second", "p", simfbo=10, fednest=20),
+        found("third", "q", simfbo=30, fednest=20),
+    ]
+    monkeypatch.setattr(advice, "comparisons", lambda: results)
+    choices = {each.comparison.where: (each.choice, each.is_within) for each in advice.judged()}
+    assert choices == {
+        "first": ("fednest", False),
+        "second": ("fednest", False),
+        "third": ("simfbo", False),
+    }

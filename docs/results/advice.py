@@ -5,14 +5,14 @@
 prints, for every comparison of these results, which method `advise` would have chosen without the
 comparisons of the same problem, and whether the choice is within the spread of the best. tables.py
 writes the figures to the package, as `diagnostics/figures.json`, and the tables of
-docs/howto/choose-a-method.md.
+docs/howto/choose.md.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from cells import HERE, Run, costs_to, load
@@ -20,7 +20,7 @@ from cells import HERE, Run, costs_to, load
 from fedbilevel import algorithms
 from fedbilevel.diagnostics.methods import GOALS, Comparison, Cost, default_goal, scores
 
-PAGE = HERE.parent / "howto" / "choose-a-method.md"
+PAGE = HERE.parent / "howto" / "choose.md"
 FIGURES = HERE.parents[1] / "src" / "fedbilevel" / "diagnostics" / "figures.json"
 TARGETS = (0.97, 0.95, 0.93, 0.9, 0.88, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 COSTS = {"rounds": "round", "bytes": "bytes", "gradients": "gradients", "seconds": "virtual_s"}
@@ -111,7 +111,9 @@ def _costs(runs: Mapping[str, list[Run]], goal: str) -> tuple[float | None, dict
             cost = _cost(errors, len(errors))
             width = float(seeds[0]["ci95"][-1])
             if len(seeds) == 1 and width > 0:  # over episodes, in place of a spread over seeds
-                cost = cost._replace(low=_rounded(errors[0] - width), high=_rounded(errors[0] + width))
+                cost = cost._replace(
+                    low=_rounded(errors[0] - width), high=_rounded(errors[0] + width)
+                )
             costs[method] = cost
         return None, costs
     column = COSTS[goal]
@@ -237,7 +239,7 @@ def choices() -> str:
             if _suits(name, each)
         }
         multiples = scores(goal, conditions, found)
-        order = sorted(names, key=multiples.__getitem__)[:4]
+        order = sorted(names, key=lambda name: (multiples[name], name))[:4]
         lowest = multiples[order[0]]
         listed = [f"{name} ({multiples[name] / lowest:.2f})" for name in order]
         rows.append((", ".join(conditions) or "none", GOALS[goal], ", ".join(listed)))

@@ -3,7 +3,7 @@
     python docs/results/tables.py
 
 It rewrites what stands between `<!-- table NAME -->` and `<!-- end NAME -->` on both pages and on
-docs/howto/choose-a-method.md, and the figures of `fedbilevel advise` (see advice.py). A table
+docs/howto/choose.md, and the figures of `fedbilevel advise` (see advice.py). A table
 is a list of rows, each with the labels of its curves, and a list of columns, each a function of a
 row (see cells.py).
 """

@@ -31,7 +31,11 @@ def advise(
     data_dir: options.DataDir = None,
     json_: options.Json = False,
 ) -> None:
-    """Say which methods suit an experiment, why, and with which settings to start."""
+    """Say which methods suit an experiment, and why.
+
+    Every sentence comes with the figures of our own results, and the first choice with settings to
+    start from.
+    """
     from fedbilevel.experiments import config as configs
 
     source, table = configs.read(experiment)

@@ -24,6 +24,7 @@ from fedbilevel.core.capabilities import find_capabilities
 from fedbilevel.core.problem import ClientData, Problem
 from fedbilevel.diagnostics.advice import ADVISED, Report, Settings
 from fedbilevel.diagnostics.check import check
+from fedbilevel.federation.delays import Constant
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.task import on_client
 
@@ -37,7 +38,7 @@ GOALS = {
 CONDITIONS = {
     "apart": "clients differ: an average of local hypergradients solves another problem",
     "unequal steps": "clients take unequal numbers of local steps",
-    "delays": "clients are delayed: a method with a barrier waits for the slowest",
+    "delays": "clients are not equally fast: a method with a barrier waits for the slowest",
     "capacity": "clients hold parts of the model",
     "private": "every batch is an episode with a lower level of its own",
     "personal": "variables belong to the clients",
@@ -59,6 +60,12 @@ class Cost(NamedTuple):
         high: The largest value.
         seeds: The number of seeds.
         reached: How many of them reached the target.
+
+    Examples:
+        >>> print(Cost(12345, 9000, 14000, 3, 3))
+        12.3 k (9000 to 14 k)
+        >>> print(Cost(2e9, 2e9, 2e9, 3, 1))
+        reached by 1 of 3 seeds
     """
 
     mean: float
@@ -90,6 +97,14 @@ class Comparison(NamedTuple):
         target: The test accuracy to reach; None if the error at the end is compared.
         conditions: Those of `CONDITIONS` that hold.
         costs: The cost of each method.
+
+    Examples:
+        >>> costs = {"a": Cost(10, 8, 12, 3, 3), "b": Cost(40, 40, 40, 3, 1)}
+        >>> comparison = Comparison("here", "problem", "rounds", 0.9, ["apart"], costs)
+        >>> comparison.best
+        'a'
+        >>> comparison.sentence("b")
+        'rounds to 90% in here: b reached by 1 of 3 seeds; the best of the others, a, 10 (8 to 12)'
     """
 
     where: str
@@ -111,8 +126,8 @@ class Comparison(NamedTuple):
             unit = f"{unit} to {self.target:.0%}"
         others = {name: cost for name, cost in self.costs.items() if name != method}
         other = min(others, key=lambda name: others[name].mean)
-        text = f"{self.where}: {method} {self.costs[method]} {unit}"
-        return f"{text}, the best of the others, {other}, {others[other]}"
+        text = f"{unit} in {self.where}: {method} {self.costs[method]}"
+        return f"{text}; the best of the others, {other}, {others[other]}"
 
 
 @dataclass(frozen=True)
@@ -215,8 +230,8 @@ def advise(
         clients: The data of all clients.
         environment: The conditions under which clients take part.
         goal: What is dear: "rounds", "bytes", "gradients", "seconds" or "error". None chooses
-            seconds where clients are delayed, the error where they hold submodels or every batch is
-            an episode, and rounds otherwise.
+            seconds where clients are not equally fast, the error where they hold submodels or every
+            batch is an episode, and rounds otherwise.
         rounds: The number of rounds of the run, for its settings.
         seed: Determines which clients and samples are measured.
 
@@ -229,8 +244,9 @@ def advise(
     Examples:
         >>> import fedbilevel as fb
         >>> task = fb.tasks.load("quadratic", clients=4)
-        >>> fb.advise(task.problem, task.clients, fb.Environment(delay=1.0)).goal
-        'seconds'
+        >>> environment = fb.Environment(delay=fb.delays.LogNormal())
+        >>> fb.advise(task.problem, task.clients, environment).first
+        'afbo'
     """
     environment = environment or Environment()
     report = None
@@ -250,7 +266,7 @@ def advise(
     suitable = [name for name in registry.names() if name not in others]
     local = [name for name in suitable if algorithms.get(name).solves == "local"]
     if "apart" in conditions and len(local) < len(suitable):
-        others |= dict.fromkeys(local, "it averages local hypergradients, and clients differ")
+        others |= dict.fromkeys(local, _why_not_local())
         suitable = [name for name in suitable if name not in local]
     multiples = scores(goal, conditions, comparisons())
     known = sorted((name for name in suitable if name in multiples), key=multiples.__getitem__)
@@ -270,7 +286,7 @@ def _conditions(
     steps = environment.local_steps
     holds = {
         "unequal steps": not isinstance(steps, int) and len({*steps}) > 1,
-        "delays": environment.delay is not None,
+        "delays": not isinstance(environment.delay, Constant | None),
         "capacity": environment.uses_submodels,
         "private": problem.lower_level == "private",
         "personal": bool(problem.client_names),
@@ -321,6 +337,23 @@ def _obstacle(
     return ""
 
 
+def _why_not_local() -> str:
+    """Return why methods that average local hypergradients do not suit clients that differ."""
+    missed = 0
+    seeds = 0
+    for comparison in comparisons():
+        if comparison.target is None or "apart" not in comparison.conditions:
+            continue
+        for name, cost in comparison.costs.items():
+            if comparison.goal == "rounds" and algorithms.get(name).solves == "local":
+                missed += cost.seeds - cost.reached
+                seeds += cost.seeds
+    return (
+        "it averages local hypergradients, and clients differ: such methods missed the target with "
+        f"{missed} of {seeds} seeds of our results on such clients"
+    )
+
+
 def _similar(method: str, goal: str, conditions: Collection[str]) -> list[Comparison]:
     """Return the comparisons with a method that are most similar to a problem."""
     found = [each for each in comparisons() if each.goal == goal and method in each.costs]
@@ -344,9 +377,7 @@ def _comparison(row: Mapping[str, Any]) -> Comparison:
     return Comparison(**{**row, "costs": costs})
 
 
-def scores(
-    goal: str, conditions: Collection[str], among: Iterable[Comparison]
-) -> dict[str, float]:
+def scores(goal: str, conditions: Collection[str], among: Iterable[Comparison]) -> dict[str, float]:
     """Return the expected costs of methods, in multiples of the lowest.
 
     Args:
@@ -382,8 +413,10 @@ def scores(
 
 
 def _short(value: float) -> str:
-    """Return a number with three digits, in thousands or millions if it is large."""
-    for unit, name in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
-        if value >= unit:
-            return f"{value / min(unit, 1e3 if name == ' k' else unit):.3g}{name}"
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    """Return a number with three digits, in thousands, millions or more if it is large."""
+    for least, unit, name in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if value >= least:
+            return f"{value / unit:.3g} {name}"
+    if value >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
