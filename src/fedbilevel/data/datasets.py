@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-import platformdirs
 from torch import Tensor
 
 from fedbilevel.core import checks
@@ -176,6 +175,8 @@ def _load_characters(name: str, folder: Path | None) -> Characters:
 def _find_folder(name: str, data_dir: str | Path | None) -> Path:
     if data_dir is not None and not Path(data_dir).expanduser().is_dir():
         raise FileNotFoundError(f"data_dir is {str(data_dir)!r}; it must be a folder that exists")
+    import platformdirs  # here, because tasks without files need neither it nor a folder
+
     source = sources.SOURCES[name]
     cache = platformdirs.user_cache_dir("fedbilevel")
     roots = [root for root in (data_dir, os.environ.get("FEDBILEVEL_DATA"), cache) if root]

@@ -54,7 +54,6 @@ class Run:
             one of them is reached; without any, the run does not end by itself.
         evaluate: A function of x and y that returns numbers, which are added to the metrics.
         every: The distance between two evaluations, in units of cost; by default one round.
-        target: A value of the metric "test_accuracy" at which the run stops.
         evaluate_client: A function of one client's own x and y and of its number; see `fb.solve`.
         target: A value of the metric at which the run stops.
         metric: The metric that the run is judged by; see `Metric` for what it is without one.
@@ -68,10 +67,9 @@ class Run:
         after_iteration: A function that is called after each iteration; by default nothing happens.
 
     Raises:
-        ValueError: If an amount is negative or in an unknown unit, or if the algorithm does not
-            solve such a problem, or needs second derivatives that its losses do not have.
         ValueError: If an amount is negative or in an unknown unit, if the algorithm does not solve
-            such a problem, or, at the first evaluation, if it does not measure the metric.
+            such a problem or needs second derivatives that its losses do not have, or, at the first
+            evaluation, if the metric is not measured.
 
     Examples:
         >>> import fedbilevel as fb
