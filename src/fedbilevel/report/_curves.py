@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbilevel.report._axes import AXES, COSTS, USUAL_METRICS, Axis
-from fedbilevel.runs.clients import SUFFIXES
 from fedbilevel.runs.folder import RunFolder
-from fedbilevel.runs.metric import Metric
+from fedbilevel.runs.metric import SUFFIXES, Metric
 
 Array = NDArray[np.float64]
 

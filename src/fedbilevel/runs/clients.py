@@ -17,7 +17,6 @@ EvaluateClient = Callable[[Tree, Tree, int], Mapping[str, float]]
 """From the whole x and y of one client and its number to metrics by name."""
 
 MAX_CLIENTS = 1000  # that are evaluated
-SUFFIXES = ("_median", "_worst", "_p10", "_spread")  # of what `with_suffixes` adds to a mean
 
 
 class ClientMetrics:

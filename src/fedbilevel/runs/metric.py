@@ -11,6 +11,7 @@ from fedbilevel.core import checks
 
 Metrics = dict[str, float]  # an evaluation: costs, losses and metrics by name
 Direction = Literal["minimize", "maximize"]
+SUFFIXES = ("_median", "_worst", "_p10", "_spread")  # of figures over clients beside their mean
 DIRECTIONS: tuple[Direction, ...] = ("minimize", "maximize")
 KNOWN: dict[str, Direction] = {  # of the metrics that runs and ready-made tasks have
     "upper_loss": "minimize",
