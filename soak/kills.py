@@ -33,7 +33,7 @@ from tests.support.tool import (
 MOST_ROUNDS = (10, 20, 80)  # the compiled steps of a long run are traced
 MOST_DISTURBANCES = 8
 LONGEST_S = 300  # that a process may take, on a busy machine
-COMPARISONS = 0.2  # the share of trials that disturb a comparison
+COMPARISON_EVERY = 5  # of so many trials of a method, one disturbs a comparison
 SIGNALS = {
     "killed": signal.SIGKILL,
     "interrupted": signal.SIGINT,
@@ -53,10 +53,10 @@ ENDS = {
 
 def kills(trial: Trial) -> Counter[str]:
     """Disturb a run or a comparison some times; the methods take turns."""
-    name = METHODS[trial.number % len(METHODS)]
-    if trial.draw.random() < COMPARISONS:
-        return _disturb_comparison(trial, name)
-    return _disturb_run(trial, name)
+    turn, index = divmod(trial.number, len(METHODS))
+    if (turn + index) % COMPARISON_EVERY == 0:
+        return _disturb_comparison(trial, METHODS[index])
+    return _disturb_run(trial, METHODS[index])
 
 
 def _disturb_run(trial: Trial, name: str) -> Counter[str]:
