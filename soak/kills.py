@@ -31,7 +31,7 @@ from tests.support.tool import (
 )
 
 MOST_ROUNDS = (10, 20, 80)  # the compiled steps of a long run are traced
-MOST_DISTURBANCES = 8
+MOST_DISTURBANCES = 12
 LONGEST_S = 300  # that a process may take, on a busy machine
 COMPARISON_EVERY = 5  # of so many trials of a method, one disturbs a comparison
 SIGNALS = {
@@ -139,12 +139,13 @@ def _disturb(
     Returns what happened, a key of `ENDS`, and how the command ended.
     """
     kind = draw.choice([*ENDS, *["killed at an event"] * 4])
+    event = draw.randint(1, draw.randint(1, size.events))  # rather early: so a run meets several
     disturbance = Disturbance("none", watched)
     if kind == "killed at an event":
         after_s = draw.choice([0.0, draw.uniform(0, MOST_WAIT_S)])
-        disturbance = Disturbance("kill", watched, draw.randint(1, size.events), after_s)
+        disturbance = Disturbance("kill", watched, event, after_s)
     elif kind == "disk full":
-        disturbance = Disturbance("full", watched, draw.randint(1, size.events))
+        disturbance = Disturbance("full", watched, event)
     elif kind == "killed in a write":
         disturbance = Disturbance("tear", watched, draw.randint(1, size.largest_file))
     elif kind == "write failed":
