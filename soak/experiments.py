@@ -11,7 +11,8 @@ import tomli_w
 
 import fedbilevel as fb
 from fedbilevel.experiments import config as configs
-from fedbilevel.experiments.runner import prepare_run
+from fedbilevel.experiments.runner import build_federation, load_task
+from fedbilevel.federation import Federation
 from soak.junk import Table
 from tests.support.tool import Outcome, assert_refused, invoke, write
 
@@ -43,24 +44,31 @@ class Method(NamedTuple):
 @functools.cache
 def method(name: str) -> Method:
     """Return a registered method; every method solves one of the tasks at least."""
-    tasks = [task for task in TASKS if _is_valid(name, task, {})]
-    on_submodels = [task for task in tasks if _is_valid(name, task, {"capacity": 0.5})]
+    tasks = [task for task in TASKS if _is_valid(name, task, 1.0)]
+    on_submodels = [task for task in tasks if _is_valid(name, task, 0.5)]
     assert tasks, f"{name} solves none of {', '.join(TASKS)}; add a task to soak/experiments.py"
     return Method(name, tasks, on_submodels)
 
 
-def _is_valid(name: str, task: str, environment: Table) -> bool:
-    table = {
-        "task": {"clients": CLIENTS, **TASKS[task]},
-        "algorithm": {"name": name},
-        "environment": {"batch_size": 2, **environment},
-        "runtime": {"threads": 1},
-    }
+def _is_valid(name: str, task: str, capacity: float) -> bool:
+    fed = _federation(task, capacity)
     try:
-        prepare_run(configs.resolve("soak", table))
+        fb.algorithms.get(name)().check(fed.problem, fed.environment)
     except ValueError:
         return False
     return True
+
+
+@functools.cache
+def _federation(task: str, capacity: float) -> Federation:
+    """Return a federation of a task, on which no method runs."""
+    table = {
+        "task": {"clients": CLIENTS, **TASKS[task]},
+        "environment": {"batch_size": 2, "capacity": capacity},
+        "runtime": {"threads": 1},
+    }
+    config = configs.resolve("soak", table)
+    return build_federation(config, load_task(config))
 
 
 def draw_experiment(draw: random.Random, name: str, most_rounds: int) -> Table:
