@@ -1,12 +1,17 @@
-"""A warm node that may misbehave.
+"""Warm nodes that may misbehave, forked from one process, which takes seconds to start.
 
-python -m tests.support.flower_node ADDRESS PARTITION BEHAVIOUR [FILE TO WAIT FOR]
+python -m tests.support.flower_node ADDRESS FILE BEHAVIOUR ...
+
+Client i has the i-th behaviour. When all nodes have ended, their exit codes are printed.
 """
 
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -75,18 +80,37 @@ def push_forged_reply_first(
 
 
 def main() -> None:
-    address, partition, behaviour, *wait_for = sys.argv[1:]
-    if behaviour == "lies":
-        warm_node._push_reply = push_forged_reply_first
+    address, file, *behaviours = sys.argv[1:]
     # A first task imports modules, which takes seconds on a busy machine; they must not count
     # against a deadline.
     simulated_run(resolve_config(QUADRATIC)).advance()
-    for path in wait_for:
-        while not os.path.exists(path):
-            time.sleep(0.1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    nodes = []
+    for partition, behaviour in enumerate(behaviours):
+        pid = os.fork()
+        if not pid:
+            run_node(address, partition, behaviour, Path(file))
+        nodes.append(pid)
+
+    def stop(*_: object) -> None:
+        for node in nodes:
+            with suppress(ProcessLookupError):
+                os.kill(node, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, stop)
+    print([os.waitstatus_to_exitcode(os.waitpid(node, 0)[1]) for node in nodes])
+
+
+def run_node(address: str, partition: int, behaviour: str, file: Path) -> NoReturn:
+    """Run a node until the study ends; one that comes late waits for a file."""
+    if behaviour == "lies":
+        warm_node._push_reply = push_forged_reply_first
+    while behaviour == "late" and not file.exists():
+        time.sleep(0.1)
     settings = warm_node.ConnectionSettings(address, plain=True)
-    warm_node.run_node(settings, MisbehavingClient(behaviour), {"partition-id": int(partition)})
+    try:
+        warm_node.run_node(settings, MisbehavingClient(behaviour), {"partition-id": partition})
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_two_nodes_cannot_be_one_client_and_a_key_is_bound_to_its_client(
     grid.nodes[102] = {"partition-id": 0}
     grid.key_names = {101: "client-7"}
     config = resolve_config(QUADRATIC, **{"task.clients": 3})
-    fed, _ = real_federation(grid, config, Conduct(start_clients=1, wait_s=0.1))
+    fed, _ = real_federation(grid, config, Conduct(start_clients=1, wait_s=30.0))
     fed.weights()
     fed.transport.members.refresh()
     assert fed.transport.present == [0]

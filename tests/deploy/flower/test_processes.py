@@ -163,12 +163,16 @@ def start_server(
     return subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
-def start_node(
-    address: str, partition: int, behaviour: str, *wait_for_file: Path
-) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.support.flower_node", address, str(partition)]
-    command += [behaviour, *map(str, wait_for_file)]
-    return subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
+def start_nodes(address: str, file: Path, *behaviours: str) -> subprocess.Popen[bytes]:
+    """Start a node per behaviour (see `tests.support.flower_node`)."""
+    command = [sys.executable, "-m", "tests.support.flower_node", address, str(file), *behaviours]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd=ROOT,
+    )
 
 
 def is_node(pid: int) -> bool:
@@ -335,6 +339,7 @@ def test_the_listing_of_the_docs_runs_as_printed_and_joins_end_with_the_study(
         for process in (*clients, server):
             if process.poll() is None:
                 process.kill()
+                process.wait()
             if process.stdout is not None:
                 process.stdout.close()
     assert json.loads((tmp_path / "runs/study/summary.json").read_text())["status"] == "completed"
@@ -367,18 +372,15 @@ def test_faults_are_survived_counted_and_logged(tmp_path: Path) -> None:
     port = free_port()
     address = f"127.0.0.1:{port}"
     server = start_server(experiment, folder, port)
-    nodes = [
-        start_node(address, 0, "dies"),
-        start_node(address, 1, "lies"),
-        start_node(address, 2, "slow"),
-        start_node(address, 3, "late", tmp_path / "join"),
-    ]
+    nodes = start_nodes(address, tmp_path / "join", "dies", "lies", "slow", "late")
     try:
         wait_for(lambda: evaluations_written(folder) == 2, 180, "no round ends")
         (tmp_path / "join").touch()
         assert server.wait(180) == 0
+        nodes.terminate()
+        exit_codes, _ = nodes.communicate(timeout=60)
     finally:
-        for process in (*nodes, server):
+        for process in (nodes, server):
             stop_process(process)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "completed"
@@ -394,7 +396,7 @@ def test_faults_are_survived_counted_and_logged(tmp_path: Path) -> None:
     assert "client 2 did not answer in time" in log
     assert log.count("client 2 has joined") == 2  # it was sent nothing until it answered again
     assert "client 3 has joined" in log
-    assert nodes[0].returncode == -signal.SIGKILL
+    assert json.loads(exit_codes)[0] == -signal.SIGKILL
 
 
 def test_a_killed_server_that_is_resumed_ends_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
@@ -410,7 +412,7 @@ def test_a_killed_server_that_is_resumed_ends_as_if_it_had_not_been_killed(tmp_p
     }
     experiment.write_text(tomli_w.dumps(table))
     port = free_port()
-    nodes = [start_node(f"127.0.0.1:{port}", partition, "none") for partition in range(2)]
+    nodes = start_nodes(f"127.0.0.1:{port}", tmp_path / "join", "none", "none")
     server = start_server(experiment, folder, port)
     try:
         wait_for(lambda: evaluations_written(folder) >= 3, 180, "no round ends")
@@ -422,8 +424,10 @@ def test_a_killed_server_that_is_resumed_ends_as_if_it_had_not_been_killed(tmp_p
         server = start_server(experiment, folder, port, "--resume")
         assert server.wait(180) == 0
     finally:
-        for process in (*nodes, server):
+        for process in (nodes, server):
             stop_process(process)
+        assert nodes.stdout is not None
+        nodes.stdout.close()
     run = simulated_run(resolve_config(table))
     for _ in run:
         pass
