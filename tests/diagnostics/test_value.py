@@ -13,7 +13,13 @@ import fedbilevel as fb
 from fedbilevel.diagnostics import value_phases
 from fedbilevel.federation.phase import Phase
 from fedbilevel.tasks.quadratic import Quadratic
-from tests.support.flower import FakeGrid, poll_without_pauses, real_federation, resolve_config
+from tests.support.flower import (
+    FakeGrid,
+    change_reply,
+    poll_without_pauses,
+    real_federation,
+    resolve_config,
+)
 from tests.support.refusals import refusal
 
 F64 = torch.float64
@@ -195,6 +201,28 @@ def test_a_missing_reply_ends_it() -> None:
     federation = fb.simulated_federation(known.problem, known.clients, environment)
     with pytest.raises((RuntimeError, ValueError), match=r"clients replied|replies were accepted"):
         fb.value(known.problem, known.clients, federation=federation)
+
+
+def test_a_client_cannot_change_the_worth_of_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def praise_client_2(reply: dict[str, Any]) -> dict[str, Any]:
+        values = reply["values"]
+        if "worth" in values:
+            rows = values["worth"]["rows"].clone()
+            rows[2] += 1.0
+            values = {"worth": fb.Tree(rows=rows)}
+        return {**reply, "values": values}
+
+    poll_without_pauses(monkeypatch)
+    grid = FakeGrid(4)
+    grid.behaviours[101] = change_reply(praise_client_2)
+    known = task()
+    table = {"task": {"name": "quadratic", "clients": 4, "samples": 5, "noise": 0.5}}
+    nodes, _ = real_federation(grid, resolve_config({**table, "algorithm": {"name": "simfbo"}}))
+    with pytest.raises(RuntimeError, match="3 of 4 clients replied"):
+        fb.value(known.problem, known.clients, federation=nodes)
+    assert "refused, client 1: it holds the worth of other clients" in caplog.text
 
 
 def test_a_lower_level_without_a_minimum_is_refused() -> None:

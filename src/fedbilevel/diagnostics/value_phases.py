@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -125,6 +125,14 @@ class Worth(Phase):
         own = torch.stack([z @ g, (resampled @ g).std()])
         is_own = torch.arange(self.clients, device=g.device) == number
         return is_own[:, None] * own
+
+    def contradiction(self, m: Message, values: Mapping[str, Any]) -> str | None:
+        """A client has a say in its own worth only."""
+        rows = values["worth"]["rows"]
+        is_own = torch.arange(self.clients, device=rows.device) == m.number
+        if bool(rows[~is_own].any()):
+            return "it holds the worth of other clients"
+        return None
 
     def finish(self, rows: Tensor) -> dict[str, Any]:
         """Reply with the table."""
