@@ -21,6 +21,7 @@ import torch
 import fedbilevel as fb
 from fedbilevel.core.tree import flatten
 from fedbilevel.deploy.flower.deployment import free_port, is_running, stop_process
+from fedbilevel.runs.folder import CHECKPOINT
 from soak.resources import Monitor, processes_in
 from soak.trials import Trial
 from tests.support.flower import Table, resolve_config, simulated_run
@@ -74,6 +75,7 @@ class Federation:
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.server: subprocess.Popen[bytes] | None = None
         self.experiments = 0
+        self.served_at = 0.0  # when the server was started
 
     def __enter__(self) -> Federation:
         for partition in range(CLIENTS):
@@ -163,6 +165,7 @@ class Federation:
                 os.kill(pid, signal.SIGKILL)
 
     def _serve(self, file: Path, run: Path) -> None:
+        self.served_at = time.time()
         command = ["serve", file, "--out", run, "--port", self.port, "--resume", "--quiet"]
         self.server = self._start(SCRIPT, *command)
 
@@ -180,7 +183,7 @@ class Federation:
             time.sleep(draw.uniform(0, 5))
             node.send_signal(signal.SIGCONT)
         else:
-            if not (run / "checkpoint").exists():
+            if not self._has_progressed(run):
                 return "none, too early"
             family = with_descendants(self.server.pid)
             numbers = {"server killed": signal.SIGKILL, "server interrupted": signal.SIGINT}
@@ -193,6 +196,11 @@ class Federation:
                 return TOO_LATE
             self._serve(file, run)
         return kind
+
+    def _has_progressed(self, run: Path) -> bool:
+        """Whether this server has written a checkpoint: otherwise a slow one would get nowhere."""
+        latest = run / CHECKPOINT
+        return latest.exists() and latest.stat().st_mtime > self.served_at
 
     def _sample(self) -> None:
         assert self.server is not None

@@ -36,6 +36,10 @@ class Trial:
     folder: Path
 
 
+class TooLongError(BaseException):
+    """A trial takes too long; code under attack must not take it for an error of its own."""
+
+
 # Returns how often each good outcome was seen, and raises at a bad one. A kill, a message or a
 # command line counts as one; a trial may be made of several.
 Attack = Callable[[Trial], Counter[str]]
@@ -73,7 +77,7 @@ class Tally:
         try:
             with tempfile.TemporaryDirectory(prefix="soak-") as folder, _bounded(longest_s):
                 self.outcomes += attack(Trial(number, draw, Path(folder)))
-        except Exception:
+        except (Exception, TooLongError):
             self.bad[number] = traceback.format_exc()
             print(self._bad_outcome(number), flush=True)
         self.trials += 1
@@ -107,7 +111,7 @@ def _bounded(longest_s: int) -> Iterator[None]:
     """Fail if a block takes too long, or raises the peak memory of this process too much."""
 
     def too_long(*_: object) -> None:
-        raise TimeoutError(f"the trial took more than {longest_s} s")
+        raise TooLongError(f"the trial took more than {longest_s} s")
 
     peak = resources.peak_megabytes()
     signal.signal(signal.SIGALRM, too_long)
