@@ -13,7 +13,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,10 +23,12 @@ from fedbilevel.core.tree import Tree, flatten
 from fedbilevel.deploy.flower import client
 from fedbilevel.deploy.flower.wire import decode, encode
 from fedbilevel.federation.conduct import Conduct
+from fedbilevel.runs.run import Run
 from tests.support.flower import (
     Behaviour,
     FakeGrid,
     Handler,
+    Table,
     Values,
     change_reply,
     only_for,
@@ -40,9 +42,24 @@ CLIENTS = 6
 LIAR = 2
 ROUNDS = 10
 MARK = "<!-- computed by python -m benchmarks.lies -->\n"
-METHODS: dict[str, dict[str, Any]] = {
-    "simfbo": {"name": "simfbo"},
-    "fednest": {"name": "fednest"},
+QUADRATIC: Table = {
+    "task": {"name": "quadratic", "dim_x": 3, "dim_y": 2, "samples": 6, "noise": 0.5},
+    "environment": {"local_steps": 1},
+}
+DIGITS: Table = {
+    "task": {"name": "loss-tuning", "data": "digits", "samples": 120, "hidden": 4},
+    "environment": {"local_steps": 1, "capacity": [1.0, 0.5]},
+}
+ADBO_STEPS = {"lr_x": 0.05, "server_lr_x": 0.05, "plane_every": 5}  # the default is slow here
+# One method of each kind, as the parts of its experiment.
+METHODS: dict[str, Table] = {
+    "simfbo": {**QUADRATIC, "algorithm": {"name": "simfbo"}},
+    "fedbioacc": {**QUADRATIC, "algorithm": {"name": "fedbioacc"}},
+    "fednest": {**QUADRATIC, "algorithm": {"name": "fednest"}},
+    "afbo": {**QUADRATIC, "algorithm": {"name": "afbo"}},
+    "afbo, memory on clients": {**QUADRATIC, "algorithm": {"name": "afbo", "memory": "client"}},
+    "adbo": {**QUADRATIC, "algorithm": {"name": "adbo", **ADBO_STEPS}},
+    "rabo on submodels": {**DIGITS, "algorithm": {"name": "rabo"}},
 }
 
 
@@ -52,7 +69,8 @@ def scaled(factor: float) -> Behaviour:
     def scale(reply: Values) -> Values:
         values = {}
         for name, value in reply["values"].items():
-            values[name] = value * factor
+            is_ticket = name == "ticket"  # it numbers the reply
+            values[name] = value if is_ticket else value * factor
         return {**reply, "values": values}
 
     return change_reply(scale)
@@ -83,6 +101,17 @@ def answering(message_type: str, **changed: object) -> Behaviour:
     return only_for(message_type, answer)
 
 
+def ticket(**numbers: int) -> Behaviour:
+    """Replies of a client with memory that claim to answer, or to be a difference to, another."""
+
+    def change(reply: Values) -> Values:
+        values = reply["values"]
+        replaced = {name: torch.full_like(values["ticket"][name], n) for name, n in numbers.items()}
+        return {**reply, "values": {**values, "ticket": Tree({**values["ticket"], **replaced})}}
+
+    return change_reply(change)
+
+
 COST = {"samples": 2**59, "gradients": 2**59, "flops": 2**59, "peak_bytes": 2**59}
 # What the bounds allow at most, and no lie may exceed: replies as long as the norm bound, at the
 # capped share, all of them accepted.
@@ -109,12 +138,21 @@ LIES: dict[str, Lie] = {
     "replies the other way": Lie(lambda: scaled(-1.0)),
     "its first reply again, as it was": Lie(lambda: old_replies(False)),
     "its first values again, sealed anew": Lie(lambda: old_replies(True)),
+    "ticket with number -7": Lie(lambda: ticket(number=-7)),
+    "ticket with number 4.6e18": Lie(lambda: ticket(number=2**62)),
+    "says each time that it lost its memory": Lie(lambda: ticket(base=-1)),
     "claims 100 times its samples": Lie(lambda: answering("query", samples=[600, 6])),
     "claims 2^40 samples": Lie(lambda: answering("query", samples=[2**40, 2**40])),
     "claims -5 samples": Lie(lambda: answering("query", samples=[-5, 6])),
     "claims costs of 2^59": Lie(lambda: change_reply(lambda reply: {**reply, "cost": COST})),
     "claims losses of 1e300": Lie(lambda: answering("evaluate", upper=1e300, lower=1e300)),
 }
+# Lies of clients that keep their last reply themselves.
+ABOUT_TICKETS = (
+    "ticket with number -7",
+    "ticket with number 4.6e18",
+    "says each time that it lost its memory",
+)
 
 
 class Outcome(NamedTuple):
@@ -138,19 +176,11 @@ class Outcome(NamedTuple):
         return f"{self.verdict}, {moved}"
 
 
-def run_method(settings: Mapping[str, Any], lie: Lie | None, rounds: int) -> tuple[Tree, Outcome]:
+def run_method(parts: Table, lie: Lie | None, rounds: int) -> tuple[Run, Outcome]:
     """Run a method, with a liar if a lie is given."""
     table = {
-        "task": {
-            "name": "quadratic",
-            "clients": CLIENTS,
-            "dim_x": 3,
-            "dim_y": 2,
-            "samples": 6,
-            "noise": 0.5,
-        },
-        "algorithm": dict(settings),
-        "environment": {"local_steps": 1},
+        **parts,
+        "task": {**parts["task"], "clients": CLIENTS},
         "weights": "samples",
         "rounds": rounds,
         "every": 10,
@@ -177,26 +207,32 @@ def run_method(settings: Mapping[str, Any], lie: Lie | None, rounds: int) -> tup
         verdict = "bounded"
     if fed.ledger.refused_replies or any("refused" in line for line in warnings):
         verdict = "caught"
-    return run.result.x, Outcome(verdict, 0.0, run.status)
+    return run, Outcome(verdict, 0.0, run.status)
 
 
 def compute_table(
-    methods: Mapping[str, Mapping[str, Any]], lies: Mapping[str, Lie], rounds: int
+    methods: Mapping[str, Table], lies: Mapping[str, Lie], rounds: int
 ) -> dict[str, dict[str, Outcome]]:
-    """Return what each lie leads to with each method."""
+    """Return what each lie leads to with each method that it can be told to."""
     table: dict[str, dict[str, Outcome]] = {name: {} for name in lies}
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as state:
         poll_without_pauses(patch)
-        for method, settings in methods.items():
+        for method, parts in methods.items():
             patch.setenv("XDG_STATE_HOME", str(Path(state, method)))
             patch.setattr(client, "_workers", {})
-            honest, _ = run_method(settings, None, rounds)
-            way = float(flatten(honest).norm())  # from 0
+            honest, _ = run_method(parts, None, rounds)
+            way = _distance(honest.result.x, Tree(honest.fed.problem.x))
             for name, lie in lies.items():
-                x, outcome = run_method(settings, lie, rounds)
-                distance = float((flatten(x) - flatten(honest)).norm())
+                if name in ABOUT_TICKETS and parts["algorithm"].get("memory") != "client":
+                    continue
+                run, outcome = run_method(parts, lie, rounds)
+                distance = _distance(run.result.x, honest.result.x)
                 table[name][method] = outcome._replace(effect=distance / way)
     return table
+
+
+def _distance(x: Tree, other: Tree) -> float:
+    return float((flatten(x) - flatten(other)).norm())
 
 
 def to_markdown(table: Mapping[str, Mapping[str, Outcome]]) -> str:
@@ -205,7 +241,7 @@ def to_markdown(table: Mapping[str, Mapping[str, Outcome]]) -> str:
     lines = ["| one of six clients | " + " | ".join(methods) + " |"]
     lines.append("| --- |" + " --- |" * len(methods))
     for lie, outcomes in table.items():
-        cells = [str(outcomes.get(method, "")) for method in methods]
+        cells = [str(outcomes.get(method, "–")) for method in methods]
         lines.append(f"| {lie} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

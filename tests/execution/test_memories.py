@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,25 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         restored = new_memories(0, tmp_path)
         with pytest.raises(ValueError, match=f"{name} is damaged"):
             restored.restore([snapshot])
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 10**6])
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, cache_bytes: int) -> None:
+    """Whether it is written for want of cache, or for a checkpoint."""
+    remembered = new_memories(cache_bytes, tmp_path)
+
+    def fill() -> None:
+        for client in range(200):
+            remembered[client] = memory(9)
+        remembered.snapshot()
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"memories-0-0 cannot be written: File too large"):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_killed_run_resumes_with_the_same_bits_and_small_checkpoints(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import struct
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -198,8 +199,7 @@ class Memories(MutableMapping[int, Memory]):
         self._outdated = []
         if self._file.path is None:
             return None
-        self._file.handle.flush()
-        os.fsync(self._file.handle.fileno())  # the checkpoint that names the file will be, too
+        self._file.sync()
         return self._file.path.name, self._file.end
 
     def restore(self, snapshots: Sequence[Snapshot]) -> None:
@@ -338,9 +338,24 @@ class RecordFile:
 
     def append(self, client: int, record: bytes) -> None:
         """Append a record, which becomes the valid one of its client."""
-        self.handle.seek(self.end)
-        self.handle.write(record)
+        with self._add_path_to_errors():
+            self.handle.seek(self.end)
+            self.handle.write(record)
         self._index(client, len(record))
+
+    def sync(self) -> None:
+        """Write everything to the disk, as is done with the checkpoint that names the file."""
+        with self._add_path_to_errors():
+            self.handle.flush()
+            os.fsync(self.handle.fileno())
+
+    @contextmanager
+    def _add_path_to_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            name = self.path or "a temporary file for memories of clients"
+            raise OSError(f"{name} cannot be written: {error.strerror or error}") from error
 
     def _index(self, client: int, size: int) -> None:
         """Note that a record of this size lies at the end."""

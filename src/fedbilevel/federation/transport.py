@@ -63,7 +63,8 @@ class Missed(NamedTuple):
     Args:
         task: The task.
         cost: What the client spent all the same, if that is known.
-        excluded: Whether the server has excluded the client; the task then does not count as lost.
+        excluded: Whether the client is excluded, or absent, so that it was not sent the task; the
+            task then does not count as lost.
 
     Examples:
         >>> def report(task, now, deadline):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lies import LIES, MARK, METHODS, PAGE, REFERENCES, compute_table
+from benchmarks.lies import ABOUT_TICKETS, LIES, MARK, METHODS, PAGE, REFERENCES, compute_table
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -34,8 +34,40 @@ def test_a_lie_is_caught_or_bounded_and_ends_no_server() -> None:
     assert table["claims costs of 2^59"][name].effect == 0.0
 
 
-def test_the_page_has_every_lie_and_every_method() -> None:
+def test_a_client_that_keeps_its_reply_cannot_lie_about_its_number() -> None:
+    name = "afbo, memory on clients"
+    lies = {lie: LIES[lie] for lie in (*REFERENCES, *ABOUT_TICKETS)}
+    table = compute_table({name: METHODS[name]}, lies, rounds=4)
+    most = max(table[lie][name].effect for lie in REFERENCES)
+    assert most > 1
+    for lie in ABOUT_TICKETS:
+        assert table[lie][name].verdict == "caught", lie
+        assert table[lie][name].status == "completed", lie
+        assert table[lie][name].effect <= most, lie
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    """The cells of each row of the table, without its lines."""
     _, _, table = PAGE.read_text("utf-8").partition(MARK)
     header, _, *rows = table.split("\n\n")[0].splitlines()
-    assert [cell.strip() for cell in header.split("|")[2:-1]] == list(METHODS)
-    assert [row.split("|")[1].strip() for row in rows] == list(LIES)
+    return {
+        row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]]
+        for row in (header, *rows)
+    }
+
+
+def test_the_page_has_every_lie_and_every_method() -> None:
+    header, *lies = rows_of_the_page().items()
+    assert header[1] == list(METHODS)
+    assert [name for name, _ in lies] == list(LIES)
+
+
+def test_on_the_page_no_lie_ends_a_server_or_does_more_than_the_bounds_allow() -> None:
+    rows = rows_of_the_page()
+    effects = {}
+    for lie in LIES:
+        cells = [cell.partition(", ") for cell in rows[lie]]
+        effects[lie] = [float(effect) if effect else 0.0 for _, _, effect in cells]
+    most = [max(each) for each in zip(*(effects[lie] for lie in REFERENCES), strict=True)]
+    for lie in effects:
+        assert all(map(float.__le__, effects[lie], most)), lie

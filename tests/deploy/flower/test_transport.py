@@ -14,6 +14,7 @@ from flwr.app import Message
 import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.core.tree import Tree, flatten
+from fedbilevel.deploy.flower.wire import encode
 from fedbilevel.federation import QuorumError
 from fedbilevel.federation.conduct import Conduct
 from fedbilevel.federation.stages import Clip
@@ -168,6 +169,30 @@ def test_without_a_barrier_too_a_run_ends_when_all_clients_are_excluded() -> Non
         pass
     assert run.status == "diverged"
     assert run.reason == "clients [0, 1, 2, 3] were excluded, 1 are needed"
+
+
+@pytest.mark.parametrize("name", ["afbo", "adbo", "unifbo"])
+def test_without_a_barrier_nobody_waits_for_a_client_that_is_absent(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claim_too_much(message: Message, handle: Handler) -> Message:
+        handle(message)
+        return Message(encode(client=2, samples=[-5, 6]), reply_to=message)
+
+    control_clock(monkeypatch)
+    grid = FakeGrid(4)
+    grid.behaviours[102] = only_for("query", claim_too_much)
+    settings = {"barrier": False} if name == "unifbo" else {}
+    table = {**QUADRATIC, "algorithm": {"name": name, **settings}}
+    fed, run = real_federation(grid, resolve_config(table), Conduct(deadline_s=20.0))
+    advance(3, run)
+    assert fed.now < 10
+    assert fed.heard == {0, 1, 3}
+    del grid.nodes[102]
+    grid.nodes[202] = {"partition-id": 2}
+    advance(3, run)
+    assert fed.heard == {0, 1, 2, 3}
+    assert fed.ledger.lost_tasks == 0
 
 
 def test_a_reply_that_is_announced_and_never_uploaded_does_not_block_the_others() -> None:

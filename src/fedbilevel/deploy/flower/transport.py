@@ -151,6 +151,7 @@ class PendingTask:
         limits: How large its reply may be.
         sent: The message that carries it; None before it is sent, and after its node died.
         node: The node that it was sent to.
+        departed: Whether it was sent at all.
     """
 
     task: Task
@@ -159,6 +160,7 @@ class PendingTask:
     limits: Limits
     sent: Sent | None = None
     node: int = 0
+    departed: bool = False
 
 
 class FlowerTransport(Transport):
@@ -377,6 +379,7 @@ class FlowerTransport(Transport):
         if pending.sent is None:
             self.members.remove(task.client, node)
         else:
+            pending.departed = True
             yield Departed([task])
 
     def receive(self, tasks: Sequence[Task] | None, limit: int) -> Iterator[Report]:
@@ -405,10 +408,19 @@ class FlowerTransport(Transport):
         yield from self.claims.bound_costs(arrived)
 
     def _poll(self, pending: PendingTask) -> Iterator[Report]:
-        """Send a task that is not sent yet, or read its reply, or give it up."""
+        """Send a task that is not sent yet, or read its reply, or give it up.
+
+        Nobody waits for a client that has never joined, and without a barrier for none that is
+        absent: it is idle, and is given a task in the next iteration.
+        """
         task = pending.task
         if pending.sent is None:
             yield from self._send_if_present(pending)
+            is_expected = not pending.posted and task.client in self.claims.sizes
+            if not pending.departed and not is_expected:
+                self._end(task)
+                yield Missed(task, excluded=True)
+                return
         elif (reply := self.grid.pull(pending.sent, pending.limits)) is not None:
             if reply.error_code in NODE_DIED_CODES:
                 pending.sent = None  # resent if the client returns before the deadline
