@@ -37,7 +37,7 @@ def test_a_lie_is_caught_or_bounded_and_ends_no_server() -> None:
 def test_a_client_that_keeps_its_reply_cannot_lie_about_its_number() -> None:
     name = "afbo, memory on clients"
     lies = {lie: LIES[lie] for lie in (*REFERENCES, *ABOUT_TICKETS)}
-    table = compute_table({name: METHODS[name]}, lies, rounds=4)
+    table = compute_table({name: METHODS[name]}, lies, rounds=6)
     most = max(table[lie][name].effect for lie in REFERENCES)
     assert most > 1
     for lie in ABOUT_TICKETS:
