@@ -125,7 +125,19 @@ def _fold_in_int(key: int, number: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def root_number(seed: int, purpose: str) -> int:
-    """`root` as a plain number."""
+    """Make the key of all draws for one purpose, as a plain number; see `root`.
+
+    Args:
+        seed: The seed of the run.
+        purpose: A name for what is drawn, such as "cohort".
+
+    Returns:
+        The number that `root` returns as a tensor.
+
+    Examples:
+        >>> root_number(0, "cohort") == int(root(0, "cohort"))
+        True
+    """
     return _mix_int(seed ^ _mix_int(crc32(purpose.encode()) + GOLDEN))
 
 
