@@ -394,8 +394,7 @@ def mean_and_range(runs: Sequence[Run], panel: Panel) -> np.ndarray[Any, Any] | 
 def draw_panel(plot: Axes, panel: Panel, names: Sequence[str]) -> None:
     """Draw curves; their colours are by their position in `names`."""
     for name, curve in panel.curves.items():
-        experiment, _, label = curve.partition("/")
-        points = mean_and_range(load(experiment, label), panel)
+        points = mean_and_range(load(*curve.split("/", 1)), panel)
         if points is None:
             continue  # not run yet
         colour_index, dash = curve_style(names.index(name))
@@ -427,7 +426,8 @@ def draw(name: str) -> None:
     panels = FIGURES[name]
     names: dict[str, None] = {}
     for panel in panels:
-        names |= dict.fromkeys(panel.curves if isinstance(panel, Panel) else ())
+        if isinstance(panel, Panel):
+            names |= {n: None for n, curve in panel.curves.items() if load(*curve.split("/", 1))}
     columns = min(len(panels), 2 if len(panels) == 4 else 3)
     lines = -(-len(panels) // columns)
     width = {1: 4.5, 2: 7.0, 3: 8.0}[columns]
