@@ -97,9 +97,10 @@ def test_links_of_generated_pages_lead_somewhere() -> None:
 def commands(page: Path) -> list[list[str]]:
     """The command lines of the tool in the listings of a page."""
     found = []
-    for listing in re.findall(r"^```(?:sh)?\n(.*?)^```", page.read_text("utf-8"), re.S | re.M):
+    text = page.read_text("utf-8")
+    for language, listing in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         for line in listing.replace("\\\n", " ").splitlines():
-            if line.startswith("fedbilevel "):
+            if language in ("", "sh") and line.startswith("fedbilevel "):
                 found.append(shlex.split(line, comments=True)[1:])
     return found
 
