@@ -57,6 +57,7 @@ def test_means_of_one_entry_and_products_with_ones_cost_nothing() -> None:
 
     for args in (
         (draw(1, 3, 1), draw(3, tag="b")),
+        (draw(1, 3, 2), draw(1, tag="b")),
         (draw(3, 1, 1).transpose(0, 1), draw(3, tag="b")),
         (draw(2, 3, 2), draw(2, tag="b")[:1]),
     ):
