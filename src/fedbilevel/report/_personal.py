@@ -7,8 +7,8 @@ import numpy as np
 
 from fedbilevel.report._axes import Spread, spread
 from fedbilevel.report._curves import Array, Group
-from fedbilevel.runs.clients import smaller_is_better
 from fedbilevel.runs.folder import RunFolder
+from fedbilevel.runs.metric import smaller_is_better
 
 # What is said of a distribution; the keys are those of `fedbilevel.runs.clients.distribution`.
 COLUMNS = {

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedbilevel.core.rng import root, subset
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
+from fedbilevel.runs.metric import smaller_is_better
 
 EvaluateClient = Callable[[Tree, Tree, int], Mapping[str, float]]
 """From the whole x and y of one client and its number to metrics by name."""
@@ -129,22 +130,6 @@ def distribution(name: str, values: Sequence[float]) -> dict[str, float]:
         "p10": float(np.quantile(values, worst_tenth)),
         "spread": float(np.std(values)),
     }
-
-
-def smaller_is_better(name: str) -> bool:
-    """Return whether a metric of a client is better the smaller it is: a loss or an error.
-
-    Args:
-        name: The metric.
-
-    Returns:
-        Whether its name contains "loss" or "error".
-
-    Examples:
-        >>> smaller_is_better("test_loss"), smaller_is_better("test_accuracy")
-        (True, False)
-    """
-    return "loss" in name or "error" in name
 
 
 def with_suffixes(name: str, values: Mapping[str, float]) -> dict[str, float]:

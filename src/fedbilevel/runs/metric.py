@@ -160,3 +160,19 @@ def last_number(history: Sequence[Mapping[str, float | None]], name: str) -> flo
         if value is not None and math.isfinite(value):
             return value
     return math.nan
+
+
+def smaller_is_better(name: str) -> bool:
+    """Return whether a metric of a client is better the smaller it is: a loss or an error.
+
+    Args:
+        name: The metric.
+
+    Returns:
+        Whether its name contains "loss" or "error".
+
+    Examples:
+        >>> smaller_is_better("test_loss"), smaller_is_better("test_accuracy")
+        (True, False)
+    """
+    return "loss" in name or "error" in name
