@@ -373,8 +373,10 @@ def main() -> None:
     parser.add_argument("--out", default="runs/gpu_text.jsonl")
     parser.add_argument("--mode", default="stack", choices=["stack", "loop"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--precision", default="bf16-all")
+    parser.add_argument("--precision", help="bf16-all for gpt2, else tf32; fp32 on a CPU")
     args = parser.parse_args()
+    if args.precision is None:
+        args.precision = "bf16-all" if args.part == "gpt2" else "tf32"
     torch.backends.cuda.enable_cudnn_sdp(False)  # stacks of clients have rules for the others
     if args.part == "write":
         text.write_texts(PACKAGES, CHARACTERS, "runs/text")
