@@ -26,6 +26,9 @@ PAGES = {
 PLAIN = re.compile(
     r"\[([^]]*)\]\((?:\.\./)*(?:LICENSE|CITATION\.cff|src/[^)]*|tests/[^)]*|benchmarks/[^)]*)\)"
 )
+# What a search shows first, and last.
+GUIDES = ("start.md", "tutorial/", "howto/", "concepts/", "personal.md", "networks.md", "deploy.md")
+RECORDS = ("decisions/", "changelog.md", "results/")
 GENERATED = re.compile(r"<!-- generated: ([\w-]+) -->")
 DRAWING = re.compile(r'<img alt="([^"]*)" src="([^"]*\.svg)"[^>]*>')
 
@@ -52,7 +55,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files of the root to their pages, and fill in generated tables."""
+    """Point links to files of the root to their pages, fill in tables, and rank the page."""
+    if page.file.src_uri.startswith(GUIDES):
+        page.meta["search"] = {"boost": 4}
+    elif page.file.src_uri.startswith(RECORDS):
+        page.meta["search"] = {"boost": 0.5}
     up = "../" * page.file.src_uri.count("/")
     for name, target in PAGES.items():
         markdown = markdown.replace(f"({up}../{name}", f"({up}{target}")
