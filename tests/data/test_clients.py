@@ -72,7 +72,8 @@ def test_every_kind_of_table_gives_the_same_clients(kind: str) -> None:
 def test_new_rows_are_encoded_as_the_training_rows_were() -> None:
     found = fb.clients(pd.DataFrame(TABLE), by="hospital", target="sick", standardise=False)
     new = pl.DataFrame({"visits": [9], "sex": ["x"], "age": [20.0], "other": [1]})
-    assert found.encode(new).tolist() == [[20.0, 0.0, 0.0, 9.0]]  # an unknown sex is none of both
+    with pytest.warns(UserWarning, match="column 'sex' holds 'x', which no row of the fitted"):
+        assert found.encode(new).tolist() == [[20.0, 0.0, 0.0, 9.0]]  # 'x' is neither f nor m
     with pytest.raises(ValueError, match="column 'age' is missing"):
         found.encode({"visits": [1], "sex": ["f"]})
 

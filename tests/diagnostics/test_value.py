@@ -245,6 +245,8 @@ def test_wrong_arguments_are_refused_in_one_sentence() -> None:
     assert "lower_level='shared'" in refusal(fb.value, private, known.clients)
     large = dataclasses.replace(known.problem, y={"y": torch.zeros(3000, dtype=F64)})
     assert "y has 3000 numbers" in refusal(fb.value, large, known.clients)
+    with pytest.raises(TypeError, match=r"problem is list; .* fb.linear_model\(clients\)"):
+        fb.value(known.clients)  # type: ignore[arg-type]
     federation = fb.simulated_federation(known.problem, known.clients)
     sentence = refusal(fb.value, known.problem, known.clients, samples=True, federation=federation)
     assert "stay with their clients" in sentence
@@ -254,7 +256,8 @@ def test_the_table_begins_with_the_most_harmful() -> None:
     problem, clients = means([numbers(50, 0), numbers(50, 1), numbers(50, 2)])
     result = fb.value(problem, clients, names=["A", "B", "C"], leave_one_out=True)
     lines = str(result).splitlines()
-    assert [line.split()[0] for line in lines] == ["client", "C", "B", "A"]
+    assert [line.split()[0] for line in lines] == ["client", "C", "B", "A", "loss"]
+    assert float(lines[-1].split()[-1]) == pytest.approx(result.upper_loss, rel=1e-3)
     assert "harms" in lines[1]
     assert "helps" in lines[3]
     assert (result.harmful, result.helpful) == ([2], [0])

@@ -154,7 +154,7 @@ def _check_side(side: str, data: object) -> None:
         raise ValueError(f"{side} is empty; a client needs at least one sample on each side")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Problem:
     """A federated bilevel problem: two losses and the point where a run starts.
 
@@ -348,6 +348,11 @@ class Problem:
             x and y.
         """
         return self.join_parts("x", x, own.get("x", {})), self.join_parts("y", y, own.get("y", {}))
+
+    def __repr__(self) -> str:
+        x = describe_tree(self.x)
+        y = describe_tree(self.y)
+        return f"Problem(x: {x}; y: {y}; lower level: {self.lower_level})"
 
     def _repr_html_(self) -> str:
         rows = [("x", describe_tree(self.x)), ("y", describe_tree(self.y))]

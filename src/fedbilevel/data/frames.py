@@ -6,6 +6,7 @@ learnt from the training rows (means, categories) is kept in a `Columns`, which 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -187,6 +188,9 @@ class Columns:
 
         Raises:
             ValueError: If a column is missing, or holds a missing value that is refused.
+
+        Warns:
+            UserWarning: If a category is not known.
         """
         return torch.from_numpy(self._encode(columns, self.standardise).astype(np.float32))
 
@@ -204,8 +208,12 @@ class Columns:
             absent = is_missing(values)
             if absent.any() and self.missing != "impute":
                 raise ValueError(refusal(name, int(absent.sum())))
-            for category in self._categories[name]:
-                parts.append(absent if category is None else values == category)
+            own = [
+                absent if category is None else values == category
+                for category in self._categories[name]
+            ]
+            _warn_of_unknown(name, values[~np.any(own, axis=0)])
+            parts += own
         return np.stack(parts, axis=1).astype(np.float64)
 
     def encode_table(self, data: Any, standardise: bool) -> NDArray[np.float64]:
@@ -240,6 +248,17 @@ class Columns:
         if standardise:
             numbers = (numbers - mean) / deviation
         return numbers
+
+
+def _warn_of_unknown(name: str, values: NDArray[Any]) -> None:
+    """Warn of rows whose category was in no row of the fitted table."""
+    if len(values):
+        warnings.warn(
+            f"column {name!r} holds {values[0]!r}, which no row of the fitted table held; "
+            f"rows encoded without a category: {len(values)}",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _check_categories(name: str, known: NDArray[Any]) -> None:

@@ -160,7 +160,7 @@ class Value:
         return Bars(self.names, self.values, self.low, self.high, verdicts, self.level)
 
     def __str__(self) -> str:
-        """A table with a line per client, the most harmful first."""
+        """A table with a line per client, the most harmful first, and the loss to compare with."""
         width = max(map(len, (*self.names, "client")))
         heading = f"{'client':{width}}  {'value':>10}  {f'{self.level:.0%} interval':>24}  verdict"
         if self.leave_one_out is not None:
@@ -173,6 +173,7 @@ class Value:
             if self.leave_one_out is not None:
                 line += f"  {self.leave_one_out[client]:+.2e}"
             lines.append(line)
+        lines.append(f"loss on the trusted samples: {self.upper_loss:.4g}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -238,6 +239,7 @@ def value(
         Values, intervals and what else was asked for.
 
     Raises:
+        TypeError: `problem` is no problem.
         ValueError: The lower level is private, too large, not strongly convex or could not be
             solved, or an argument is not allowed.
         RuntimeError: Not all clients have replied.
@@ -265,6 +267,11 @@ def value(
         >>> [round(v, 2) for v in result.leave_one_out]
         [0.43, 0.34, 0.39, -0.5]
     """
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"problem is {type(problem).__name__}; it must be a Problem, "
+            "for clients from a table fb.linear_model(clients)"
+        )
     if problem.lower_level != "shared":
         raise ValueError("fb.value needs lower_level='shared'; this problem's is 'private'")
     x_tree, y = problem.start

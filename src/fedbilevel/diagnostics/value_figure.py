@@ -80,7 +80,7 @@ def _draw_values(plot: Axes, bars: Bars, order: list[int]) -> None:
     plot.axvline(0, color="black", linewidth=0.6)
     plot.set_yticks(range(len(order)), [bars.names[client] for client in order])
     plot.grid(visible=False, axis="y")
-    plot.set_xlabel("rise of the loss on trusted people without the client")
+    plot.set_xlabel("rise of the loss on the trusted samples without the client")
     plot.set_title(f"Who helps, who harms ({bars.level:.0%} intervals, jointly)", loc="left")
 
 

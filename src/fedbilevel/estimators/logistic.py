@@ -54,7 +54,8 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         intercept_: The intercepts.
         penalty_: The penalty of each feature, for features with standard deviation 1.
         sites_: The names of the sites.
-        site_weights_: The weight of each site; they sum to 1.
+        site_weights_: The share of each site in the training loss, whatever its number of rows;
+            they sum to 1.
         feature_names_: The name of each feature.
         history_: The metrics of the run.
 
@@ -109,7 +110,7 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if y is None and self.target is None:
             raise ValueError(
                 "This FederatedLogistic estimator requires y to be passed, but the target y is "
-                "None, and no target column is named"
+                "None, and no target column is named; give y, or target='...' when it is made"
             )
         if self._takes_arrays():
             X, y = validate_data(self, X, y, ensure_min_samples=2)
@@ -187,6 +188,9 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         Returns:
             One score per row, or one per row and class.
+
+        Warns:
+            UserWarning: A row holds a category that no row of the fitted table held.
         """
         check_is_fitted(self)
         if self._takes_arrays():

@@ -118,7 +118,10 @@ def read(experiment: str) -> tuple[str, Table]:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: {error}") from None
+        hint = ""
+        if path.suffix != ".toml":
+            hint = "; an experiment is a TOML file, and a table is read in Python, by fb.clients"
+        raise ConfigError(f"{source}: {error}{hint}") from None
     expand_names(source, table)
     validate(source, table)
     return source, table
