@@ -147,7 +147,8 @@ def method_index() -> str:
         "*Biased* methods solve another problem where clients differ, most of them because they "
         "average [hypergradients of single clients](../concepts/local-hypergradients.md); `rabo` "
         'and `rafbo` do not with `hypergradient="global"`.',
-        "Which one to take: [choose a method](../howto/choose.md).",
+        "Which one to take: [choose a method](../howto/choose.md). Words: "
+        "[glossary](../reference/glossary.md).",
         _table(head, rows),
     )
 
@@ -250,7 +251,7 @@ def task_index() -> str:
     rows = []
     for name in fb.tasks.names():
         summary = read_docstring(fb.tasks.get(name)).summary
-        rows.append((f"[`{name}`]({name}.md)", summary.removeprefix("Build the task of ")))
+        rows.append((f"[`{name}`]({name}.md)", re.sub(r"^Build the (task of )?", "", summary)))
     return _page(
         "# Tasks",
         "Ready-made problems with data, partition and metrics: `fb.tasks.load(name, **options)` in "
@@ -292,11 +293,13 @@ def _settings_table(declaration: Callable[..., object], text: Text) -> str:
 def _appearances(name: str, called: str) -> str:
     """Return the verdicts and the sections of the results that a method or task appears in."""
     word = re.compile(rf"(?<![\w-])({re.escape(name)}|{re.escape(called)})(?![\w-])")
+    papers = tuple(f"{paper}, " for paper in _of_the_same_paper(name))
     parts = []
     rows = []
     for line in (DOCS / "results" / "verdicts.md").read_text("utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if len(cells) == 5 and word.search(cells[1] + cells[3]):
+        is_claim = len(cells) == 5 and cells[0] not in ("print", "---")
+        if is_claim and (cells[0].startswith(papers) or word.search(f"{cells[1]} {cells[3]}")):
             print_, claim, verdict, measured, _ = cells
             rows.append((print_, claim, verdict, measured))
     if rows:
@@ -312,6 +315,14 @@ def _appearances(name: str, called: str) -> str:
         parts.append("Tables in which it appears:")
         parts.append("\n".join(sections))
     return "\n\n".join(parts) or "It appears in none of the [results](../results/README.md) yet."
+
+
+def _of_the_same_paper(name: str) -> list[str]:
+    """Return the titles of the methods in the file of a method, none for a task."""
+    if name not in fb.algorithms.names():
+        return []
+    module = fb.algorithms.get(name).__module__
+    return [title(n) for n in fb.algorithms.names() if fb.algorithms.get(n).__module__ == module]
 
 
 @functools.cache

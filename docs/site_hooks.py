@@ -24,7 +24,7 @@ PAGES = {
 }
 # Linked, but not a page: shown as text.
 PLAIN = re.compile(
-    r"\[([^]]*)\]\((?:\.\./)*(?:LICENSE|CITATION\.cff|src/[^)]*|tests/[^)]*|benchmarks/[^)]*)\)"
+    r"\[([^]]*)\]\((?:\.\./)*(?:LICENSE|CITATION\.cff|src/[^)]*|tests/[^)]*|benchmarks/[^)]*|[\w.-]+\.py)\)"
 )
 # What a search shows first, and last.
 GUIDES = ("start.md", "tutorial/", "howto/", "concepts/", "personal.md", "networks.md", "deploy.md")

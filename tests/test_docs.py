@@ -143,6 +143,15 @@ def test_the_pages_say_whose_replies_are_read_singly() -> None:
     assert rows["dsbo"] == "neighbours read single values"
 
 
+@ON_ONE_WORKER
+@pytest.mark.parametrize(("name", "paper"), [("rafbo", "RABO"), ("aggitd", "FBO-AggITD")])
+def test_the_page_of_a_method_has_all_claims_of_its_paper(name: str, paper: str) -> None:
+    claims = re.findall(rf"^\| {paper}, .*$", (DOCS / "results/verdicts.md").read_text(), re.M)
+    assert len(claims) > 5
+    for claim in claims:
+        assert claim.split(" | ")[1] in generated()[f"methods/{name}.md"]
+
+
 def test_every_drawing_is_drawn_by_the_script_and_shown_with_a_text() -> None:
     drawn = set(of_the_site("pictures").PICTURES)
     assert {file.stem for file in (DOCS / "images").glob("*.svg")} == drawn

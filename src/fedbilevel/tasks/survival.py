@@ -57,7 +57,7 @@ class Survival(Task):
 def survival(
     *, irrelevant: int = 0, validation: float = 0.4, test: float = 0.2, seed: int = 0
 ) -> Survival:
-    """Build the task of learning penalties per feature of a Cox model; see this module.
+    """Build the task of learning penalties per feature of a Cox model.
 
     Solve it with `weights="samples"`: every patient then counts the same.
 
