@@ -42,9 +42,9 @@ SOLVES = {
 def pages() -> dict[str, Callable[[], str]]:
     """Return what makes the Markdown of each generated page, by its path on the site."""
     makers = {"methods/index.md": method_index, "tasks/index.md": task_index}
-    for name in sorted(fb.algorithms.names()):
+    for name in sorted(methods()):
         makers[f"methods/{name}.md"] = functools.partial(method_page, name)
-    for name in fb.tasks.names():
+    for name in tasks():
         makers[f"tasks/{name}.md"] = functools.partial(task_page, name)
     makers["reference/glossary.md"] = glossary
     return makers
@@ -56,6 +56,12 @@ def tables() -> dict[str, Callable[[], str]]:
 
 
 # Methods
+
+
+def methods() -> list[str]:
+    """Return the names of the package's methods; others may be registered, too."""
+    ours = "fedbilevel."
+    return [n for n in fb.algorithms.names() if fb.algorithms.get(n).__module__.startswith(ours)]
 
 
 def title(name: str) -> str:
@@ -111,7 +117,7 @@ def method_page(name: str) -> str:
 def method_index() -> str:
     """Return the table of all methods by what they can do."""
     rows = []
-    for name in fb.algorithms.names():
+    for name in methods():
         method = fb.algorithms.get(name)
         seen = observe(name)
         rows.append(
@@ -156,7 +162,7 @@ def method_index() -> str:
 def what_leaves_table() -> str:
     """Return what leaves a client, for every method."""
     rows = []
-    for name in sorted(fb.algorithms.names()):
+    for name in sorted(methods()):
         exchanges = observe(name).exchanges
         returned = [value for exchange in exchanges for value in exchange.returned]
         if not fb.algorithms.get(name).has_server:
@@ -219,6 +225,11 @@ def _times(count: float, noun: str) -> str:
 # Tasks
 
 
+def tasks() -> list[str]:
+    """Return the names of the package's tasks."""
+    return [n for n in fb.tasks.names() if fb.tasks.get(n).__module__.startswith("fedbilevel.")]
+
+
 def task_page(name: str) -> str:
     """Return the page of a task."""
     function = fb.tasks.get(name)
@@ -249,7 +260,7 @@ def task_page(name: str) -> str:
 def task_index() -> str:
     """Return the list of tasks."""
     rows = []
-    for name in fb.tasks.names():
+    for name in tasks():
         summary = read_docstring(fb.tasks.get(name)).summary
         rows.append((f"[`{name}`]({name}.md)", re.sub(r"^Build the (task of )?", "", summary)))
     return _page(
@@ -319,10 +330,10 @@ def _appearances(name: str, called: str) -> str:
 
 def _of_the_same_paper(name: str) -> list[str]:
     """Return the titles of the methods in the file of a method, none for a task."""
-    if name not in fb.algorithms.names():
+    if name not in methods():
         return []
     module = fb.algorithms.get(name).__module__
-    return [title(n) for n in fb.algorithms.names() if fb.algorithms.get(n).__module__ == module]
+    return [title(n) for n in methods() if fb.algorithms.get(n).__module__ == module]
 
 
 @functools.cache
@@ -347,7 +358,7 @@ def _source(item: Any) -> str:
 
 @functools.cache
 def _pages_by_class() -> dict[str, str]:
-    return {fb.algorithms.get(name).__name__: name for name in fb.algorithms.names()}
+    return {fb.algorithms.get(name).__name__: name for name in methods()}
 
 
 def _linked(text: str) -> str:

@@ -117,7 +117,7 @@ def test_command_lines_are_understood(page: Path) -> None:
 
 
 @ON_ONE_WORKER
-@pytest.mark.parametrize("name", fb.algorithms.names())
+@pytest.mark.parametrize("name", of_the_site("site_catalogue").methods())
 def test_the_page_of_a_method_has_its_settings_costs_and_replies(name: str) -> None:
     page = generated()[f"methods/{name}.md"]
     sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
@@ -135,7 +135,7 @@ def test_the_pages_say_whose_replies_are_read_singly() -> None:
     for row in of_the_site("site_catalogue").what_leaves_table().splitlines()[2:]:
         method, _, reads = row.strip("| ").split(" | ")
         rows[re.findall(r"`(.*?)`", method)[0]] = reads
-    assert rows.keys() == set(fb.algorithms.names())
+    assert rows.keys() == set(of_the_site("site_catalogue").methods())
     assert rows["simfbo"] == "means only"
     assert rows["unifbo"] == "means only; **single replies** with `barrier=False`"
     assert rows["afbo"].startswith("**single replies**")

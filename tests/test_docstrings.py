@@ -25,9 +25,11 @@ def referenced() -> list[str]:
     """The names that docs/reference shows, and those with a page of their own."""
     found: list[str] = []
     for method in map(fb.algorithms.get, fb.algorithms.names()):
-        found.append(f"fedbilevel.algorithms.{method.__name__}")
+        if method.__module__.startswith("fedbilevel."):
+            found.append(f"fedbilevel.algorithms.{method.__name__}")
     for task in map(fb.tasks.get, fb.tasks.names()):
-        found.append(f"{task.__module__}.{task.__name__}")
+        if task.__module__.startswith("fedbilevel."):
+            found.append(f"{task.__module__}.{task.__name__}")
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         found += re.findall(r"^::: (\S+)$", page.read_text("utf-8"), flags=re.MULTILINE)
     return found
