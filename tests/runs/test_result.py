@@ -63,6 +63,7 @@ def test_a_notebook_shows_a_picture_and_a_table(result: fb.Result) -> None:
 def test_a_notebook_shows_problems_conditions_and_checks_as_tables() -> None:
     task = fb.tasks.load("quadratic", clients=4)
     assert "{x: (5,)}" in task.problem._repr_html_()
+    assert repr(task.problem) == "Problem(x: {x: (5,)}; y: {y: (4,)}; lower level: shared)"
     conditions = fb.Environment(participation=2, delay=fb.delays.Constant(1.0))._repr_html_()
     assert "delay" in conditions
     assert "faults" not in conditions
