@@ -273,7 +273,8 @@ VERDICTS = [
         "RABO, Table II, 5-way",
         "RABO and RAFBO are above four methods with submodels",
         REPRODUCED,
-        "ResNet-12, 1-shot, one seed, at the end: rabo {}, rafbo {}; fiarse, next, {}",
+        "at equal operations (at equal rounds not with 5 shots): ResNet-12, 1-shot, one seed, at "
+        "the end: rabo {}, rafbo {}; fiarse, next, {}",
         pairs(
             episodes_at(None),
             *(f"rabo-table2/{m} resnet12 1" for m in ("rabo", "rafbo", "fiarse")),
@@ -354,8 +355,8 @@ VERDICTS = [
         "rabo-table3",
         "RABO, Table III",
         "accuracy falls with the number of clients",
-        REFUTED,
-        "Conv-4 instead of ResNet-12, one seed, 10 to 50 clients: {}, {}, {}, {}",
+        NOT_COMPARABLE,
+        "Conv-4 instead of ResNet-12, one seed, with 10, 20, 30 and 50 clients: {}, {}, {}, {}",
         pairs(
             episodes_at(150),
             "rabo-table2/rabo conv4 1",
