@@ -24,9 +24,16 @@ class Sample(NamedTuple):
     descriptors: int
 
 
-def peak_megabytes(pid: int | str = "self") -> float:
-    """Return the most memory that a process has held."""
-    return _status(pid, "VmHWM")
+def peak_megabytes() -> float:
+    """Return the most memory that this process has held since `reset_peak`."""
+    return _status("self", "VmHWM")
+
+
+def reset_peak() -> float:
+    """Let the peak start at the memory that this process holds now, and return that."""
+    _return_free_memory()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_megabytes()
 
 
 def _status(pid: int | str, name: str) -> float:

@@ -18,7 +18,7 @@ from soak import resources
 
 LONGEST_TRIAL_S = 900  # long, because the machine may be busy
 REPORTED_EVERY_S = 60
-MOST_MEGABYTES = 400  # by which a trial may raise the peak memory of this process
+MOST_MEGABYTES = 400  # that a trial may take on top of what this process holds
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,19 @@ class Tally:
 
 @contextmanager
 def _bounded(longest_s: int) -> Iterator[None]:
-    """Fail if a block takes too long, or raises the peak memory of this process too much."""
+    """Fail if a block takes too long, or too much memory at its peak."""
 
     def too_long(*_: object) -> None:
         raise TooLongError(f"the trial took more than {longest_s} s")
 
-    peak = resources.peak_megabytes()
+    held = resources.reset_peak()
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(longest_s)
     try:
         yield
     finally:
         signal.alarm(0)
-    grown = resources.peak_megabytes() - peak
+    grown = resources.peak_megabytes() - held
     assert grown < MOST_MEGABYTES, f"the trial took {grown:.0f} MB"
 
 
