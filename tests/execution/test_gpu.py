@@ -15,9 +15,10 @@ import torch
 import fedbilevel as fb
 from fedbilevel import algorithms
 from fedbilevel.algorithms.shared import LowerGradient
+from fedbilevel.core.nests import flatten as flatten_nest
 from fedbilevel.core.nests import unflatten
 from fedbilevel.core.precision import products_in
-from fedbilevel.core.rng import normal, root
+from fedbilevel.core.rng import fold_in, normal, root
 from fedbilevel.core.tree import flatten
 from fedbilevel.execution.stacked import _convolutions as convolutions
 from fedbilevel.execution.stacked import _steps as steps
@@ -261,6 +262,32 @@ def test_a_gpu_gives_the_numbers_of_a_cpu(name: str, own_y: bool) -> None:
         assert replace(gpu.fed.ledger.phases[phase], peak_bytes=0) == replace(cost, peak_bytes=0)
     captured = gpu.fed.transport.executor.graphs.captured  # type: ignore[attr-defined]
     assert any(captured.values()), "no task was captured"
+
+
+@needs_gpu
+def test_programs_that_run_at_the_same_time_share_no_workspace() -> None:
+    """Products of long and thin matrices are split, and the parts are kept in a workspace."""
+    graphs = CudaGraphs()
+    pairs = [
+        [normal(fold_in(root(0, "gpu"), 2 * pair + side), (64, 200_000)) for side in (0, 1)]
+        for pair in range(4)
+    ]
+    leaves = [[matrix.bfloat16().cuda() for matrix in pair] for pair in pairs]
+    _, form = flatten_nest(leaves[0])
+
+    def product(inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
+        return [inputs[0] @ inputs[1].T], None
+
+    def run(pair: int) -> torch.Tensor:
+        return graphs.run(str(pair), "", None, product, leaves[pair], form)[0][0]
+
+    alone = [run(pair) for pair in range(4)]
+    for _ in range(20):
+        with graphs.side_by_side():
+            together = [run(pair) for pair in range(4)]
+        for expected, actual in zip(alone, together, strict=True):
+            assert torch.equal(expected, actual)
+    assert len({program.stream for program in graphs.captured.values() if program}) == 4
 
 
 @needs_gpu

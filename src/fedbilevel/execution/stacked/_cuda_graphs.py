@@ -25,9 +25,14 @@ Program = Callable[[Any], tuple[Any, Any]]  # nested inputs -> (nested tensors, 
 
 
 class CapturedProgram(NamedTuple):
-    """The graph of a program, the tensors that it reads and writes, and its plain result."""
+    """The graph of a program, the tensors that it reads and writes, and its plain result.
+
+    It keeps the stream on which it was captured, because no other graph may be captured there: the
+    matrix products of all graphs of one stream work in the same memory.
+    """
 
     graph: torch.cuda.CUDAGraph
+    stream: torch.cuda.Stream
     inputs: list[Tensor]
     outputs: list[Tensor]
     output_form: Form
@@ -134,28 +139,37 @@ class CudaGraphs:
             del self.captured[oldest]
         self.capturing = True
         try:
-            self.captured[key] = capture(program, leaves, form)
+            self.captured[key] = capture(program, leaves, form, self._unused_stream())
         except RuntimeError as error:
             log.info("a task is not captured: %s", str(error).strip().split("\n")[0])
             self.captured[key] = None
         finally:
             self.capturing = False
 
+    def _unused_stream(self) -> torch.cuda.Stream:
+        """Return a stream on which none of the captured programs was captured."""
+        used = [program.stream for program in self.captured.values() if program]
+        while (stream := torch.cuda.Stream()) in used:  # PyTorch hands out 32 streams in turn
+            pass
+        return stream
 
-def capture(program: Program, leaves: Sequence[Leaf], form: Form) -> CapturedProgram:
+
+def capture(
+    program: Program, leaves: Sequence[Leaf], form: Form, stream: torch.cuda.Stream
+) -> CapturedProgram:
     """Capture the kernels of a program on copies of its inputs."""
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     inputs = unflatten(copies, form)
     torch.cuda.synchronize()
     # Libraries create workspaces and handles at first use, which is not allowed while capturing.
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(stream):
         program(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         outputs, plain_result = program(inputs)
-    output_leaves, output_form = flatten(outputs)
-    return CapturedProgram(graph, _tensors(copies), output_leaves, output_form, plain_result)
+    results, result_form = flatten(outputs)
+    return CapturedProgram(graph, stream, _tensors(copies), results, result_form, plain_result)
 
 
 def signature(leaves: Sequence[Leaf]) -> tuple[object, ...]:
