@@ -21,7 +21,7 @@ from benchmarks.measure import Row, describe, peak_megabytes, seconds
 from fedbilevel.algorithms.simfbo import Descend, SimFBO
 from fedbilevel.core.rng import fold_in, normal, root
 from fedbilevel.core.tree import zeros_like
-from fedbilevel.execution.memories import OWN, Memory
+from fedbilevel.execution.client_memory import OWN, Memory
 from fedbilevel.federation.ledger import MessagesSent
 from fedbilevel.federation.phase import Message
 from fedbilevel.runs.run import Run

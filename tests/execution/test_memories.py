@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import fedbilevel as fb
 from fedbilevel.core.tree import nbytes
 from fedbilevel.execution import memories
-from fedbilevel.execution.memories import Memories, Memory
+from fedbilevel.execution.client_memory import Memory
+from fedbilevel.execution.memories import Memories
 from fedbilevel.federation.delays import LogNormal
 from fedbilevel.runs.recorder import Recorder
 from fedbilevel.runs.run import Run

@@ -22,10 +22,8 @@ from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution._batches import SIDES, STAGE_STREAM, TaskBatches, phase_batch_size
 from fedbilevel.execution._features import embed_samples, embeds_before_steps
 from fedbilevel.execution._meter import Meter
-from fedbilevel.execution.executor import Executor, Mark
-from fedbilevel.execution.memories import (
+from fedbilevel.execution.client_memory import (
     OWN,
-    Memories,
     finish_task,
     join_message,
     own_values,
@@ -35,6 +33,8 @@ from fedbilevel.execution.memories import (
     renew,
     stage_memory,
 )
+from fedbilevel.execution.executor import Executor, Mark
+from fedbilevel.execution.memories import Memories
 from fedbilevel.federation.kinds import reply_mismatch
 from fedbilevel.federation.phase import Message, Phase, Side
 from fedbilevel.federation.stages import encode_values

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedbilevel.core import checks
 from fedbilevel.core.tree import Tree, is_finite
-from fedbilevel.execution.memories import Memories, Memory, personal_values
+from fedbilevel.execution.client_memory import Memory, personal_values
+from fedbilevel.execution.memories import Memories
 from fedbilevel.runs import checkpoint, folder
 
 CACHE_BYTES = 2**26

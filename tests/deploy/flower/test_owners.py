@@ -20,7 +20,7 @@ from fedbilevel.deploy.flower import client
 from fedbilevel.deploy.flower._replies import read_metrics
 from fedbilevel.deploy.flower.transport import FlowerTransport
 from fedbilevel.deploy.flower.wire import decode
-from fedbilevel.execution.memories import OWN
+from fedbilevel.execution.client_memory import OWN
 from fedbilevel.experiments.runner import load_task
 from tests.support.flower import (
     HYPER_REPRESENTATION,

@@ -45,8 +45,8 @@ from fedbilevel.deploy.flower.wire import (
 )
 from fedbilevel.deploy.flower.wire import seal as seal_content
 from fedbilevel.diagnostics import value_phases  # noqa: F401  (registers them)
+from fedbilevel.execution.client_memory import personal_values
 from fedbilevel.execution.losses import ClientLosses
-from fedbilevel.execution.memories import personal_values
 from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.experiments import config as configs
 from fedbilevel.experiments.parts import import_function

@@ -14,7 +14,7 @@ from fedbilevel.core.problem import ClientData, Data, Problem
 from fedbilevel.core.tree import Tree
 from fedbilevel.execution._batches import phase_batch_size
 from fedbilevel.execution._features import embeds_before_steps
-from fedbilevel.execution.memories import Memory
+from fedbilevel.execution.client_memory import Memory
 from fedbilevel.execution.stacked._batches import SideSizes, side_sizes
 from fedbilevel.execution.stacked._samples import SampleStore, StackSamples
 from fedbilevel.federation.task import Task, Values, group_by_broadcast

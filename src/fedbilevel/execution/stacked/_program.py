@@ -14,7 +14,7 @@ from fedbilevel.core.nests import flatten, unflatten
 from fedbilevel.core.oracle import FeatureBatch
 from fedbilevel.core.problem import Batch, Data
 from fedbilevel.core.tree import nbytes
-from fedbilevel.execution.memories import finish_task, join_message
+from fedbilevel.execution.client_memory import finish_task, join_message
 from fedbilevel.execution.stacked._batches import SelectSamples, StackBatches
 from fedbilevel.execution.stacked._feature_cache import select_features
 from fedbilevel.execution.stacked._inputs import StackInputs

@@ -21,10 +21,8 @@ from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution._batches import SIDES, STAGE_STREAM, phase_batch_size
 from fedbilevel.execution._meter import Meter
-from fedbilevel.execution.executor import Executor
-from fedbilevel.execution.memories import (
+from fedbilevel.execution.client_memory import (
     OWN,
-    Memories,
     Memory,
     own_values,
     personal_values,
@@ -33,6 +31,8 @@ from fedbilevel.execution.memories import (
     renew,
     stage_memory,
 )
+from fedbilevel.execution.executor import Executor
+from fedbilevel.execution.memories import Memories
 from fedbilevel.execution.stacked._batches import batch_shape
 from fedbilevel.execution.stacked._convolutions import Convolutions
 from fedbilevel.execution.stacked._cuda_graphs import CudaGraphs, signature
