@@ -61,6 +61,20 @@ def test_texts_are_those_of_the_packages_or_of_files(tmp_path: Path) -> None:
         mixture.read_text("nothing", 3000)
 
 
+def test_no_package_is_imported_for_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An experiment, which a server may send, names the packages."""
+    package = tmp_path / "harmful" / "part"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("raise SystemExit")
+    (package / "__init__.py").write_text("text = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mixture.read_text("harmful", 1000) == b"raise SystemExittext = 1\n"
+    with pytest.raises(ValueError, match=r"'harmful\.part', which is not an installed package"):
+        mixture.read_text("harmful.part", 1000)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

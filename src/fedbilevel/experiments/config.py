@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -24,9 +24,9 @@ from fedbilevel.runs.metric import TEST_ACCURACY, Metric
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms import Algorithm
+    from fedbilevel.experiments.parts import TaskLoader
     from fedbilevel.federation.conduct import Conduct
     from fedbilevel.federation.environment import Environment
-    from fedbilevel.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Config:
     experiment: Experiment
     algorithm: Algorithm
     environment: Environment
-    load_task: Callable[[Path | None], Task]
+    load_task: TaskLoader
     conduct: Conduct
 
     @property

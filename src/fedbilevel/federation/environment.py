@@ -21,6 +21,9 @@ from fedbilevel.federation.delays import DelayModel, Faults, Stragglers, Trace
 from fedbilevel.federation.stages import Stages
 from fedbilevel.federation.topology import Topology, check_size
 
+# Conditions that only a simulation has; a delay may name a file.
+SIMULATED = ("delay", "inner_delay", "stragglers", "deadline", "faults", "topology")
+
 
 def _check_local_steps(name: str, value: object) -> object:
     if not isinstance(value, (tuple, list)):

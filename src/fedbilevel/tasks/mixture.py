@@ -199,7 +199,9 @@ def write_texts(names: Sequence[str], characters: int, folder: str | Path) -> No
 
 
 def _sources(package: str, characters: int) -> bytes:
-    spec = find_spec(package)
+    spec = None
+    if package.isidentifier():  # to find a package within another one would import that one
+        spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"owner is {package!r}, which is not an installed package")
     text = b""

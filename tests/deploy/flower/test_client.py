@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,26 +188,65 @@ def test_a_node_imports_no_algorithm_that_it_was_sent(
 
 
 @pytest.mark.parametrize("section", [None, "simfbo", "fednest"])
-def test_a_node_opens_no_path_that_it_was_sent(
-    section: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_opens_no_path_that_it_was_sent(section: str | None, tmp_path: Path) -> None:
+    """Not under any condition, those included that somebody will add."""
     secret = tmp_path / "secret.csv"
     secret.write_text("patient 17\n")
-    conditions = {"delay": {"model": "trace", "path": str(secret)}}
-    table = dict(resolve_config(QUADRATIC).table)
-    if section is None:
-        table["environment"] = {**table["environment"], **conditions}
-    else:
-        table["algorithms"] = {section: {"environment": conditions}}
+    table = resolve_config(QUADRATIC).table
     grid = FakeGrid(1)
-    grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
+    with files_opened() as opened:
+        for field in dataclasses.fields(fb.Environment):
+            condition = {field.name: {"model": "trace", "path": str(secret)}}
+            if section is None:
+                changed = {**table, "environment": condition}
+            else:
+                changed = {**table, "algorithms": {section: {"environment": condition}}}
+            grid.push_messages([Message(encode(job="ab", table=changed), 100, "query")])
+    assert len(grid.replies) == len(dataclasses.fields(fb.Environment))
+    assert all(reply.has_error() for reply in grid.replies.values())
+    assert str(secret) not in opened
+
+
+def test_a_node_opens_no_file_for_a_task_that_it_was_sent(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("patient 17\n" * 1000)
+    task = {"name": "mixture", "owners": ["secret"], "target": "secret", "text": str(tmp_path)}
+    table = {**resolve_config(QUADRATIC).table, "task": task}
+    grid = FakeGrid(1)
+    with files_opened() as opened:
+        grid.push_messages([Message(encode(job="ab", table=table), 100, "query")])
     reason = str(grid.replies["0"].error.reason)
-    assert reason == "environment.delay is for simulations; this node refuses it"
-    assert "patient" not in caplog.text  # the file was not read
+    assert reason == "task.text is a path; this node opens none that it was sent"
+    assert str(secret) not in opened
+
+
+@contextmanager
+def files_opened() -> Iterator[list[str]]:
+    """Collect the names of the files that this process opens within the block."""
+    opened: list[str] = []
+    active = [True]
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if active and event == "open":
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(note)  # it cannot be removed
+    try:
+        yield opened
+    finally:
+        active.clear()
 
 
 @pytest.mark.parametrize(
-    "condition", [{"stragglers": {"clients": 1}}, {"deadline": 1.0}, {"faults": {"drop": 0.5}}]
+    "condition",
+    [
+        {"delay": {"model": "constant"}},
+        {"inner_delay": {"model": "constant"}},
+        {"stragglers": {"clients": 1}},
+        {"deadline": 1.0},
+        {"faults": {"drop": 0.5}},
+        {"topology": "ring"},
+    ],
 )
 def test_a_node_refuses_conditions_of_the_simulator(condition: dict[str, Any]) -> None:
     table = dict(resolve_config(QUADRATIC).table)

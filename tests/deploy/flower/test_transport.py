@@ -400,9 +400,10 @@ def test_no_message_outlives_its_deadline() -> None:
 
 
 def test_settings_for_simulations_are_refused() -> None:
-    delayed = {**QUADRATIC, "environment": {"delay": {"model": "constant"}}}
-    with pytest.raises(ValueError, match=r"environment\.delay is for simulations"):
-        real_federation(FakeGrid(4), resolve_config(delayed))
+    for name, value in (("delay", {"model": "constant"}), ("topology", "ring")):
+        simulated = {**QUADRATIC, "environment": {name: value}}
+        with pytest.raises(ValueError, match=rf"environment\.{name} is for simulations"):
+            real_federation(FakeGrid(4), resolve_config(simulated))
     weighted = {**QUADRATIC, "weights": "samples"}
     with pytest.raises(ValueError, match="with weights by samples it must be all 4 clients"):
         real_federation(FakeGrid(4), resolve_config(weighted), Conduct(start_clients=3))

@@ -40,7 +40,7 @@ from fedbilevel.deploy.flower.wire import Limits, Values, encode
 from fedbilevel.execution.losses import evaluation_subset
 from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.conduct import Conduct
-from fedbilevel.federation.environment import Environment
+from fedbilevel.federation.environment import SIMULATED, Environment
 from fedbilevel.federation.kinds import message_kinds
 from fedbilevel.federation.phase import Side
 from fedbilevel.federation.replies import log
@@ -210,7 +210,7 @@ class FlowerTransport(Transport):
         seed: int,
         device: str,
     ) -> None:
-        for name in ("delay", "faults", "stragglers"):
+        for name in SIMULATED:
             if getattr(environment, name) is not None:
                 raise ValueError(
                     f"environment.{name} is for simulations; it must not be set for real clients"
