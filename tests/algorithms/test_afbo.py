@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
-from fedbilevel.algorithms import afbo
-from fedbilevel.algorithms.afbo import AFBO, NO_REPLIES, LatestReplies, State
+from fedbilevel.algorithms.afbo import AFBO, State
+from fedbilevel.algorithms.shared_asynchronous import MAX_LOSSES, NO_REPLIES, LatestReplies
 from fedbilevel.core.tree import flatten, norm
 from fedbilevel.federation import Federation, Reply
 from fedbilevel.federation.delays import Constant, Faults, LogNormal, Pareto, Stragglers
@@ -44,7 +44,7 @@ def task() -> Any:
     return fb.tasks.load("quadratic", clients=6, condition=3.0, seed=3)
 
 
-def start(task: Any, method: AFBO, **environment: Any) -> Run:
+def start(task: Any, method: fb.algorithms.Algorithm, **environment: Any) -> Run:
     fed = fb.simulated_federation(task.problem, task.clients, fb.Environment(**environment))
     return Run(method, fed, {})
 
@@ -515,7 +515,7 @@ def test_a_client_that_always_says_it_lost_its_memory_cannot_empty_the_sums_for_
     run = start(task, AFBO(**STEPS, memory="client"), **conditions)
     let_lie(run.fed, 2, say_that_memory_is_lost)
     advance(run, 60)
-    assert run.fed.records()["restarts"] * 60 == pytest.approx(afbo.MAX_LOSSES)
+    assert run.fed.records()["restarts"] * 60 == pytest.approx(MAX_LOSSES)
     assert list(run.fed.excluded) == [2]
     heard = LatestReplies(*run.state.latest).replies
     assert sorted(heard) == [0, 1, 3, 4, 5]
@@ -542,15 +542,25 @@ def test_a_ticket_with_other_numbers_than_its_message_is_refused(
     assert distance < float(norm(honest.state.x))
 
 
-@pytest.mark.parametrize("memory", ["server", "client"])
-def test_the_last_reply_of_a_client_that_is_put_aside_does_not_stay(memory: str, task: Any) -> None:
-    run = advance(start(task, AFBO(**STEPS, memory=memory), strikes=1), 10)
+@pytest.mark.parametrize(
+    "method",
+    [
+        AFBO(**STEPS),
+        AFBO(**STEPS, memory="client"),
+        fb.algorithms.AFL(),
+        fb.algorithms.MemFBO(barrier=False),
+        fb.algorithms.UniFBO(barrier=False),
+    ],
+    ids=lambda method: f"{method.name}-{getattr(method, 'memory', 'server')}",
+)
+def test_the_last_reply_of_a_client_that_is_put_aside_does_not_stay(method: Any, task: Any) -> None:
+    run = advance(start(task, method, strikes=1), 10)
     run.fed.refuse(4, "it was told to")
     run.advance()
     latest = LatestReplies(*run.state.latest)
     assert sorted(latest.replies) == [0, 1, 2, 3, 5]
     assert latest.weight == pytest.approx(5.0)
-    if memory == "server":
+    if getattr(method, "memory", "server") == "server":
         expected = sum(flatten(trees["hx"]) for _, trees in latest.replies.values())
         assert torch.allclose(flatten(latest.sums["hx"]), expected, rtol=0, atol=1e-12)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fedbilevel as fb
-from fedbilevel.algorithms import AFL, RABO, LFedNest, LocalBSGM, shared
+from fedbilevel.algorithms import AFL, RABO, LFedNest, LocalBSGM, shared, shared_hypergradients
 from fedbilevel.algorithms.shared import LocalHypergradient
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch
@@ -47,7 +47,7 @@ def test_local_truncation_is_unbiased_over_all_lengths(
         def drawn(key: Tensor, low: int, high: int, length: int = length) -> Tensor:
             return torch.tensor(length)
 
-        monkeypatch.setattr(shared, "integers", drawn)
+        monkeypatch.setattr(shared_hypergradients, "integers", drawn)
         directions.append(fed.ask(method.begin(), [0], x=x, y=y).mean("u")["x"])
     expected = -t + B.T @ neumann(A, -e, 0.8, 3)
     torch.testing.assert_close(torch.stack(directions).mean(0), expected, rtol=0, atol=1e-12)

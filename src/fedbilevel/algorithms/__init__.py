@@ -1,8 +1,7 @@
 """The algorithms, one paper per file.
 
 `get(name)` finds an algorithm by its registered name. `base` says what an algorithm is, `registry`
-holds the names, `shared`, `shared_submodels` and `shared_gossip` hold what several methods are made
-of.
+holds the names, and the modules `shared` and `shared_...` hold what several methods are made of.
 """
 
 from fedbilevel.algorithms.adafbio import AdaFBiO

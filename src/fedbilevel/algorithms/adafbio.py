@@ -15,7 +15,8 @@ from torch import Tensor
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.localbsg import Begin, Point, displacements
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import LocalHypergradients, storm
+from fedbilevel.algorithms.shared import storm
+from fedbilevel.algorithms.shared_hypergradients import TruncatedHypergradient
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
@@ -50,7 +51,7 @@ class Local(NamedTuple):
     b: Tensor
 
 
-class Descend(LocalHypergradients):
+class Descend(TruncatedHypergradient):
     """tau_i steps along A^-1 u and B^-1 v, each of which then renews u and v on one batch."""
 
     name = "descend"

@@ -8,10 +8,15 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms.afbo import NO_REPLIES, LatestReplies, LatestTuple, collect_within
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import HypergradientBatch, OwnHypergradient
+from fedbilevel.algorithms.shared_asynchronous import (
+    NO_REPLIES,
+    LatestReplies,
+    LatestTuple,
+    collect_within,
+)
+from fedbilevel.algorithms.shared_hypergradients import HypergradientBatch, OwnHypergradient
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
@@ -25,7 +30,7 @@ class State(NamedTuple):
     """The server's x and y, and what an asynchronous server keeps of its clients.
 
     Attributes:
-        latest: The fields of `LatestReplies`, see `afbo`.
+        latest: The fields of `LatestReplies`, see `shared_asynchronous`.
         idle: The clients that wait for a task.
         begun: Whether the first tasks have been posted.
     """
@@ -165,7 +170,7 @@ class AFL(Algorithm):
         idle = s.idle if s.begun else range(len(fed))
         fed.post(self.mean_directions(), idle, x=s.x, y=s.y)
         replies, idle = collect_within(fed, self.max_delay)
-        latest = LatestReplies(*s.latest).without(fed.excluded, fed)
+        latest = LatestReplies.recall(s.latest, fed)
         latest = latest.with_replies(replies, fed.iteration)
         s = s._replace(idle=idle, begun=True)
         if self.variant == "cs":

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.fedavg import Train
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import Moments
+from fedbilevel.algorithms.shared_adam import Moments
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.tree import Tree

@@ -8,14 +8,13 @@ from typing import ClassVar, NamedTuple
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import (
-    Episodes,
     HessianProduct,
     Hypergradient,
     LowerGradient,
     UpperGradientY,
-    descend_lower,
-    random_hypergradient,
 )
+from fedbilevel.algorithms.shared_episodes import Episodes, descend_lower
+from fedbilevel.algorithms.shared_hypergradients import random_hypergradient
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step

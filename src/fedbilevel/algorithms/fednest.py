@@ -14,15 +14,14 @@ from fedbilevel.algorithms.shared import (
     Evaluation,
     HessianProduct,
     Hypergradient,
-    HypergradientBatch,
     LocalHypergradient,
     LowerGradient,
     LowerRound,
-    OwnHypergradient,
     UpperCarry,
     UpperGradientY,
     UpperRound,
 )
+from fedbilevel.algorithms.shared_hypergradients import HypergradientBatch, OwnHypergradient
 from fedbilevel.core.linear import neumann_sum, random_product
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem

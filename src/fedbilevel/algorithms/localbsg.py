@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import LocalHypergradients, storm
+from fedbilevel.algorithms.shared import storm
+from fedbilevel.algorithms.shared_hypergradients import TruncatedHypergradient
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
@@ -53,7 +54,7 @@ class Local(NamedTuple):
     start: Point
 
 
-class Begin(LocalHypergradients):
+class Begin(TruncatedHypergradient):
     """The first momenta: local hypergradient and lower gradient at the start, on every sample."""
 
     name = "begin"
@@ -78,7 +79,7 @@ class Begin(LocalHypergradients):
         return {"u": d_x, "v": d_y}
 
 
-class Descend(LocalHypergradients):
+class Descend(TruncatedHypergradient):
     """tau_i steps, each of which renews the momenta and then moves along them.
 
     u <- (1 - w) u + w d_x,   v <- (1 - w) v + w d_y,   x <- x - lr_x u,   y <- y - lr_y v.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import Episodes
+from fedbilevel.algorithms.shared_episodes import Episodes
 from fedbilevel.core.derivatives import grad
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch, Problem

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms.afbo import NO_REPLIES, LatestReplies, LatestTuple
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import Moments
+from fedbilevel.algorithms.shared_adam import Moments
+from fedbilevel.algorithms.shared_asynchronous import NO_REPLIES, LatestReplies, LatestTuple
 from fedbilevel.core.oracle import Oracle, PenaltyDirections
 from fedbilevel.core.problem import Batch, Problem
 from fedbilevel.core.schedules import Step
@@ -27,7 +27,7 @@ class State(NamedTuple):
         x: The upper variable.
         y: The lower variable, which minimises G.
         u: The lower variable that minimises G + F / penalty.
-        latest: Without a barrier, the fields of `LatestReplies` (see `afbo`).
+        latest: Without a barrier, the fields of `LatestReplies` (see `shared_asynchronous`).
         idle: Without a barrier, the clients that wait for a task.
         moments: With adaptive steps, the fields of the `Moments` of y and u.
     """
@@ -198,7 +198,7 @@ class MemFBO(Algorithm):
             phase = self.phase(self.without_barrier)
             fed.post(phase, s.idle or range(len(fed)), x=s.x, y=s.y, u=s.u)
             r = fed.collect()
-            latest = LatestReplies(*s.latest).with_replies(r, fed.iteration)
+            latest = LatestReplies.recall(s.latest, fed).with_replies(r, fed.iteration)
             s = s._replace(latest=latest.as_tuple(), idle=r.idle)
             h, scale = latest.scaled_means({"hx": s.x, "hy": s.y, "hu": s.u}, fed.iteration)
         dy = h["hy"]

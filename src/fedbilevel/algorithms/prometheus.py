@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import Evaluation, OwnHypergradient
+from fedbilevel.algorithms.shared import Evaluation
 from fedbilevel.algorithms.shared_gossip import Gossip, State, everywhere
+from fedbilevel.algorithms.shared_hypergradients import OwnHypergradient
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Batch
 from fedbilevel.core.schedules import Step

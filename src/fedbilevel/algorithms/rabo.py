@@ -11,15 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared import (
-    Episodes,
-    Evaluation,
-    HypergradientBatch,
-    LocalHypergradient,
-    LowerRound,
-    OwnHypergradient,
-    descend_lower,
-)
+from fedbilevel.algorithms.shared import Evaluation, LocalHypergradient, LowerRound
+from fedbilevel.algorithms.shared_episodes import Episodes, descend_lower
+from fedbilevel.algorithms.shared_hypergradients import HypergradientBatch, OwnHypergradient
 from fedbilevel.algorithms.shared_submodels import Policy, assign_submodels, check_policy
 from fedbilevel.core.linear import directional
 from fedbilevel.core.oracle import AnyBatch, EmbeddedBatch, Oracle

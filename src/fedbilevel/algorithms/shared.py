@@ -1,4 +1,4 @@
-"""Phases and estimators that several methods share.
+"""Phases that several methods share.
 
 FedNest, FBO-AggITD and FedMBO are combinations of the phases below. Clients reply with directions
 and displacements, never with iterates: a mean over a cohort is unbiased for the former only.
@@ -6,25 +6,21 @@ and displacements, never with iterates: a mean over a cohort is unbiased for the
 
 from __future__ import annotations
 
-import itertools
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from fedbilevel.core.linear import conjugate_gradients, neumann_sum
-from fedbilevel.core.oracle import AnyBatch, Directions, Oracle
+from fedbilevel.algorithms.shared_hypergradients import OwnHypergradient
+from fedbilevel.core.oracle import Directions, Oracle
 from fedbilevel.core.problem import Batch
-from fedbilevel.core.rng import fold_in, integers
-from fedbilevel.core.settings import Count, NonNegative, Positive
-from fedbilevel.core.tree import Tree, zeros_like
-from fedbilevel.federation.phase import Message, Number, Phase, StepBatch, Steps
+from fedbilevel.core.rng import fold_in
+from fedbilevel.core.settings import NonNegative
+from fedbilevel.core.tree import Tree
+from fedbilevel.federation.phase import Message, Number, Phase, StepBatch
 
-# What keys are folded with, so that these draws share nothing with those of the losses.
+# What keys are folded with, so that this draw shares nothing with those of the losses.
 SNAPSHOT_STREAM = 77
-TRUNCATION_STREAM = 3
 
 
 class Evaluation(Phase):
@@ -118,6 +114,21 @@ class Hypergradient(Evaluation):
     def step(self, m: Mapping[str, Tree], oracle: Oracle, batch: Batch) -> dict[str, Tree]:
         """Evaluate h_i."""
         return {"h": oracle.hypergradient(m["x"], m["y"], m["p"], batch)}
+
+
+class LocalHypergradient(OwnHypergradient, Evaluation):
+    """H_i = grad_x f_i - d2xy g_i [d2yy g_i]^-1 grad_y f_i at the point that the server sent."""
+
+    name = "hypergradient"
+    reply: ClassVar = {"h": "x"}
+
+    def step(self, m: Mapping[str, Tree], oracle: Oracle, batches: StepBatch) -> dict[str, Tree]:
+        """Evaluate H_i."""
+        batch, fresh = self.split(batches)
+        embedded = oracle.embed(m["x"], batch)
+        fresh_embedded = [oracle.embed(m["x"], other) for other in fresh]
+        h = self.own_hypergradient(oracle, m["x"], m["y"], embedded, fresh_embedded)
+        return {"h": h}
 
 
 class CorrectedRound(Phase):
@@ -278,47 +289,6 @@ class SingleLoopPhase(Phase):
         return Directions(d_x, d_y, hessian_z - oracle.upper_gradient_y(x, y, for_z))
 
 
-class EpisodeSums(NamedTuple):
-    """The point that the server sent, sums over the episodes so far, and the number of episodes."""
-
-    x: Tree
-    y: Tree
-    sums: dict[str, Tree]
-    steps: Tensor
-
-
-class Episodes(Phase):
-    """One episode per local step, each from the server's x and y; replies with means over episodes.
-
-    A subclass defines `episode` and declares in `reply` what it returns.
-    """
-
-    name = "episodes"
-
-    steps: Steps = "local"
-
-    @abstractmethod
-    def episode(self, oracle: Oracle, x: Tree, y: Tree, batch: Batch) -> dict[str, Tree]:
-        """Evaluate one episode; return a tree for each name of `reply`."""
-
-    def start(self, m: Message) -> EpisodeSums:
-        """Start without sums; the first episode makes them."""
-        return EpisodeSums(m.x, m.y, {}, m.steps)
-
-    def first(self, c: EpisodeSums, oracle: Oracle, batch: Batch) -> EpisodeSums:
-        """Evaluate the first episode."""
-        return c._replace(sums=self.episode(oracle, c.x, c.y, batch))
-
-    def step(self, c: EpisodeSums, oracle: Oracle, batch: Batch) -> EpisodeSums:
-        """Add one episode to the sums."""
-        values = self.episode(oracle, c.x, c.y, batch)
-        return c._replace(sums={name: total + values[name] for name, total in c.sums.items()})
-
-    def finish(self, c: EpisodeSums) -> dict[str, Tree]:
-        """Reply with the means."""
-        return {name: total / c.steps for name, total in c.sums.items()}
-
-
 def storm(
     new: Iterable[Tree], momenta: Iterable[Tree], old: Iterable[Tree], weight: float
 ) -> list[Tree]:
@@ -334,197 +304,3 @@ def storm(
         The new momenta.
     """
     return [d + (1 - weight) * (m - d_old) for d, m, d_old in zip(new, momenta, old, strict=True)]
-
-
-def descend_lower(oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, steps: int, lr: float) -> Tree:
-    """Return y after `steps` gradient steps y <- y - lr grad_y g(x, y) on one batch."""
-    for _ in range(steps):
-        y = y - lr * oracle.lower_gradient_y(x, y, batch)
-    return y
-
-
-HypergradientBatch = Literal["one", "fresh", "full"]
-"""The data of a client's own hypergradient, which contains a product of Hessians.
-
-"one" is one mini-batch for the whole estimate. "fresh" is one more for each Hessian product, so
-that the factors are independent, as papers have it. "full" is all of the client's samples.
-"""
-
-
-class OwnHypergradient(Phase):
-    """Base of phases whose clients estimate grad_x f_i - d2xy g_i [d2yy g_i]^-1 grad_y f_i.
-
-    The inverse is a Neumann sum, or conjugate gradients:
-
-        p_i = neumann_lr sum_{k < terms} (I - neumann_lr d2yy g_i)^k grad_y f_i
-
-    An estimate costs 1 + 2 (terms - 1) + 3 gradients; with `solver="cg"` 1 + 2 terms + 3.
-
-    Args:
-        neumann_lr: The step of the Neumann sum.
-        terms: The number of its terms, or of steps of conjugate gradients.
-        solver: "neumann" or "cg".
-        fresh: Whether a step has a mini-batch for each Hessian product besides that for the rest.
-    """
-
-    neumann_lr: Positive
-    terms: Count
-    solver: Literal["neumann", "cg"] = "neumann"
-    fresh: bool = False
-
-    @property
-    def draws(self) -> int:
-        """One batch; if they are fresh, one more for each product."""
-        return self.terms if self.fresh else 1
-
-    def split(self, batches: StepBatch) -> tuple[Batch, Sequence[Batch]]:
-        """Return the batch for everything but the products, and those for the products."""
-        if self.draws == 1:
-            return batches, ()
-        return batches[0], batches[1:]
-
-    def solve(
-        self,
-        product: Callable[[Tree, AnyBatch], Tree],
-        v: Tree,
-        batch: AnyBatch,
-        fresh: Sequence[AnyBatch],
-    ) -> Tree:
-        """Return p_i, from a Hessian product on a given batch."""
-        if self.solver == "cg":
-            return conjugate_gradients(lambda v: product(v, batch), v, self.terms)
-        batches = iter(fresh or itertools.repeat(batch))
-        return neumann_sum(lambda v: product(v, next(batches)), v, self.terms, self.neumann_lr)
-
-    def own_hypergradient(
-        self, oracle: Oracle, x: Tree, y: Tree, batch: AnyBatch, fresh: Sequence[AnyBatch] = ()
-    ) -> Tree:
-        """Return the estimate, with second derivatives."""
-
-        def product(v: Tree, batch: AnyBatch) -> Tree:
-            return oracle.hessian_product(x, y, v, batch)
-
-        p = self.solve(product, oracle.upper_gradient_y(x, y, batch), batch, fresh)
-        return oracle.hypergradient(x, y, p, batch)
-
-
-class LocalHypergradient(OwnHypergradient, Evaluation):
-    """H_i = grad_x f_i - d2xy g_i [d2yy g_i]^-1 grad_y f_i at the point that the server sent."""
-
-    name = "hypergradient"
-    reply: ClassVar = {"h": "x"}
-
-    def step(self, m: Mapping[str, Tree], oracle: Oracle, batches: StepBatch) -> dict[str, Tree]:
-        """Evaluate H_i."""
-        batch, fresh = self.split(batches)
-        embedded = oracle.embed(m["x"], batch)
-        fresh_embedded = [oracle.embed(m["x"], other) for other in fresh]
-        h = self.own_hypergradient(oracle, m["x"], m["y"], embedded, fresh_embedded)
-        return {"h": h}
-
-
-def random_hypergradient(
-    oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Batch], lr: float
-) -> Tree:
-    """Return a client's own hypergradient grad_x f_i - d2xy g_i p_i, with p_i by a random product.
-
-        p_i = lr J prod_{k = 1 .. J'} (I - lr d2yy g_i(.; b_k)) grad_y f_i
-
-    J = len(batches), and J' is uniform on {0 .. J-1}, so that the expectation of p_i is the Neumann
-    sum of J terms. J' is drawn from the key of the first batch: two evaluations on the same batches
-    share it. All J - 1 factors are evaluated, because a stack of clients has one length; it costs
-    1 + 2 (J - 1) + 3 gradients.
-    """
-    batch = batches[0]
-    J = len(batches)
-    # Folded twice, because the losses of an episode may fold its key once.
-    key = fold_in(batch.rng, TRUNCATION_STREAM)  # type: ignore[arg-type]
-    length = integers(fold_in(key, 0), 0, J - 1)
-    p = lr * J * oracle.upper_gradient_y(x, y, batch)
-    for k, b_k in enumerate(batches[1:], start=1):
-        p = p - (k <= length) * (lr * oracle.hessian_product(x, y, p, b_k))
-    return oracle.hypergradient(x, y, p, batch)
-
-
-class LocalHypergradients(Phase):
-    """Base of phases whose clients estimate [d2yy g_i]^-1 grad_y f_i by themselves.
-
-    Args:
-        neumann_lr: The step lambda of the estimate.
-        neumann_steps: The number J of its terms.
-        truncation: "random", lambda J times a product of J' random factors, J' uniform on
-            {0 .. J-1}; or "sum", the Neumann sum of J terms.
-    """
-
-    neumann_lr: Positive
-    neumann_steps: Count
-    truncation: Literal["random", "sum"] = "random"
-
-    @property
-    def draws(self) -> int:
-        """One batch per factor."""
-        return self.neumann_steps
-
-    def local_directions(
-        self, oracle: Oracle, x: Tree, y: Tree, batches: Sequence[Batch]
-    ) -> tuple[Tree, Tree]:
-        """Return the client's own hypergradient, and its lower gradient grad_y g_i."""
-        batch = batches[0]
-        if self.truncation == "sum":
-            v = oracle.upper_gradient_y(x, y, batch)
-            p = neumann_sum(
-                lambda v: oracle.hessian_product(x, y, v, batch), v, len(batches), self.neumann_lr
-            )
-            d_x = oracle.hypergradient(x, y, p, batch)
-        else:
-            d_x = random_hypergradient(oracle, x, y, batches, self.neumann_lr)
-        return d_x, oracle.lower_gradient_y(x, y, batch)
-
-
-MOMENTUM = 0.9  # Adam's decay of means
-SQUARES = 0.99  # and of squares
-FLOOR = 1e-8  # the least divisor
-
-
-class Moments(NamedTuple):
-    """What Adam remembers of the directions of variables that share their scale.
-
-    Attributes:
-        means: The running mean of each direction.
-        squares: The running mean of the largest of their squares.
-        t: The number of steps that were taken.
-    """
-
-    means: tuple[Tree, ...]
-    squares: Tree
-    t: int = 0
-
-    @staticmethod
-    def of(like: Tree, number: int = 1) -> Moments:
-        """Return those of a number of variables before the first step."""
-        zeros = zeros_like(like)
-        return Moments((zeros,) * number, zeros)
-
-    def step(self, *directions: Tree) -> tuple[Moments, list[Tree]]:
-        """Return the new moments and what the variables move along.
-
-        m_j <- b1 m_j + (1 - b1) h_j,   v <- b2 v + (1 - b2) max_j h_j^2   (entry by entry),
-        step_j = (m_j / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + floor).
-
-        Args:
-            *directions: h_j, one per variable.
-        """
-        t = self.t + 1
-        means = tuple(
-            mean.map(lambda m, h: m.lerp(h, 1 - MOMENTUM), h)
-            for mean, h in zip(self.means, directions, strict=True)
-        )
-        largest = directions[0].map(Tensor.square)
-        for h in directions[1:]:
-            largest = largest.map(lambda square, h: square.maximum(h.square()), h)
-        squares = self.squares.map(lambda v, h: v.lerp(h, 1 - SQUARES), largest)
-        correction = (1 - SQUARES**t) ** 0.5 / (1 - MOMENTUM**t)
-        floor = FLOOR * (1 - SQUARES**t) ** 0.5
-        scales = squares.map(lambda v: correction / (v.sqrt() + floor))
-        steps = [mean.map(torch.mul, scales) for mean in means]
-        return Moments(means, squares, t), steps

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms.afbo import NO_REPLIES, LatestReplies, LatestTuple
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
+from fedbilevel.algorithms.shared_asynchronous import NO_REPLIES, LatestReplies, LatestTuple
 from fedbilevel.algorithms.shared_submodels import assign_submodels
 from fedbilevel.algorithms.simfbo import Local
 from fedbilevel.core.oracle import Directions, Oracle
@@ -39,7 +39,7 @@ class State(NamedTuple):
         z: The running estimate of the solution of the linear system.
         m: The momenta of the directions of x, y and z.
         s: The sums S of h h^T, one matrix per tensor, for x, y and z.
-        latest: Without a barrier, the fields of `LatestReplies` (see `afbo`).
+        latest: Without a barrier, the fields of `LatestReplies` (see `shared_asynchronous`).
         idle: Without a barrier, the clients that wait for a task.
     """
 
@@ -313,7 +313,7 @@ class UniFBO(Algorithm):
             phase = SeparateOwnMoves(**self.own_moves(fed.problem))
         fed.post(phase, s.idle or range(len(fed)), x=s.x, y=s.y, z=s.z)
         r = fed.collect()
-        latest = LatestReplies(*s.latest).without(fed.excluded, fed).with_replies(r, fed.iteration)
+        latest = LatestReplies.recall(s.latest, fed).with_replies(r, fed.iteration)
         s = s._replace(latest=latest.as_tuple(), idle=r.idle)
         h, scale = latest.scaled_means({"hx": s.x, "hy": s.y, "hz": s.z}, fed.iteration)
         return s, (h["hx"], h["hy"], h["hz"]), scale
