@@ -309,12 +309,11 @@ def _appearances(name: str, called: str) -> str:
     rows = []
     for line in (DOCS / "results" / "verdicts.md").read_text("utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        is_claim = len(cells) == 5 and cells[0] not in ("print", "---")
+        is_claim = len(cells) == 5 and cells[0] not in ("paper", "---")
         if is_claim and (cells[0].startswith(papers) or word.search(f"{cells[1]} {cells[3]}")):
-            print_, claim, verdict, measured, _ = cells
-            rows.append((print_, claim, verdict, measured))
+            rows.append(tuple(cells[:4]))
     if rows:
-        head = ("print", "claim", "verdict", "measured")
+        head = ("paper", "claim", "verdict", "measured")
         parts.append("Claims of the papers ([all verdicts](../results/verdicts.md)):")
         parts.append(_table(head, rows))
     sections = []

@@ -218,17 +218,17 @@ def test_how_long_a_run_still_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_verdicts_need_most_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import papers
     import verdicts
 
     group = [Member(label, "digits", "simfbo", seeds=[0, 1]) for label in ("a", "b", "c")]
     monkeypatch.setitem(BATTERY, "tiny", group)
 
     def verdict(curve: str, shown: str) -> verdicts.Verdict:
-        text = verdicts.NOT_RUN if shown == verdicts.NOT_RUN else "1"
-        return verdicts.Verdict("", "", "", shown, text, verdicts.pairs(lambda row: "", curve))
+        return verdicts.Verdict("", "", "", shown, "{}", verdicts.pairs(lambda row: "1", curve))
 
-    found = [verdict("tiny/b", verdicts.NOT_RUN), verdict("tiny/c", verdicts.NOT_COMPARABLE)]
-    monkeypatch.setattr(verdicts, "VERDICTS", found)
+    found = [verdict("tiny/b", verdicts.NOT_JUDGED), verdict("tiny/c", verdicts.NOT_COMPARABLE)]
+    monkeypatch.setattr(papers, "VERDICTS", found)
     plan = Plan.of(["tiny"], tmp_path)
     plans.prepare(plan)
     queue = battery.Queue(plan, jobs=1, gpu_jobs=0)

@@ -15,8 +15,10 @@ sys.path.insert(0, str(RESULTS))  # scripts beside the page, which import each o
 
 import advice  # noqa: E402
 import cells  # noqa: E402
+import curve_files  # noqa: E402
 import figures  # noqa: E402
 import members  # noqa: E402
+import papers  # noqa: E402
 import tables  # noqa: E402
 import verdicts  # noqa: E402
 
@@ -43,7 +45,7 @@ def test_a_number_that_was_changed_by_hand_is_computed_again() -> None:
 def test_every_figure_is_on_the_page_and_every_verdict_with_runs_has_one() -> None:
     shown = set(re.findall(r"\]\(([\w-]+)\.png\)", (RESULTS / "README.md").read_text("utf-8")))
     assert figures.FIGURES.keys() <= shown
-    assert {verdict.id for verdict in verdicts.VERDICTS if verdict.id} <= figures.FIGURES.keys()
+    assert {verdict.id for verdict in papers.VERDICTS} <= figures.FIGURES.keys()
     for name in shown:
         assert (RESULTS / f"{name}.png").exists()
 
@@ -51,13 +53,19 @@ def test_every_figure_is_on_the_page_and_every_verdict_with_runs_has_one() -> No
 def test_a_figure_ends_where_the_first_of_its_seeds_ends() -> None:
     rounds = np.arange(0.0, 50.0, 10.0)
     runs = [
-        cells.Run(0, {"round": rounds, "test_accuracy": rounds / 100}, False),
-        cells.Run(1, {"round": rounds[:3], "test_accuracy": rounds[:3] / 50}, True),
+        curve_files.Run(0, {"round": rounds, "test_accuracy": rounds / 100}, False),
+        curve_files.Run(1, {"round": rounds[:3], "test_accuracy": rounds[:3] / 50}, True),
     ]
     points = figures.mean_and_range(runs, figures.Panel("", {}))
     assert points is not None
     np.testing.assert_allclose(points[0], [0, 10, 20])
     np.testing.assert_allclose(points[1:], [[0, 0.15, 0.3], [0, 0.1, 0.2], [0, 0.2, 0.4]])
+
+
+def test_readers_do_not_meet_runs_that_are_missing_inside_sentences() -> None:
+    for page in (RESULTS / "README.md", RESULTS / "verdicts.md"):
+        text = page.read_text("utf-8")
+        assert not re.search(r"not run yet|was not run|were not run", text, re.IGNORECASE), page
 
 
 def test_the_page_has_every_table_once() -> None:
@@ -74,9 +82,9 @@ NEVER_RUN = {f"rabo-table2/{method} resnet12 5" for method in ("fedmbo", "proton
 
 
 def used_curves() -> set[str]:
-    rows = [row for table in tables.TABLES.values() for row in table.rows]
+    rows = [row for table in papers.TABLES.values() for row in table.rows]
     curves = {curve for row in rows for curve in row.curves if curve}
-    for verdict in verdicts.VERDICTS:
+    for verdict in papers.VERDICTS:
         curves |= {curve for _, labels in verdict.values for curve in labels}
     return curves
 
@@ -87,18 +95,18 @@ def test_the_battery_runs_all_curves_that_the_tables_need_and_no_others() -> Non
     assert declared - used == set()
     for curve in used - declared:  # of older runs, whose files are still there
         name, label = curve.split("/", 1)
-        assert cells.load(name, label) or curve in NEVER_RUN
+        assert curve_files.load(name, label) or curve in NEVER_RUN
 
 
-def run_of(accuracies: list[float], seed: int = 0, diverged: bool = False) -> cells.Run:
+def run_of(accuracies: list[float], seed: int = 0, diverged: bool = False) -> curve_files.Run:
     rounds = 10.0 * np.arange(len(accuracies))
     columns = {"round": rounds, "test_accuracy": np.array(accuracies)}
-    return cells.Run(seed, columns, diverged)
+    return curve_files.Run(seed, columns, diverged)
 
 
-def shown(cell: cells.Cell, runs: list[cells.Run], monkeypatch: pytest.MonkeyPatch) -> str:
+def shown(cell: cells.Cell, runs: list[curve_files.Run], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(cells, "load", lambda name, label: runs)
-    return cell(cells.Row((), ["experiment/method"], printed=20))
+    return cell(cells.Row((), ["experiment/method"], reported=20))
 
 
 def test_the_first_evaluation_at_or_above_an_accuracy_counts(
@@ -112,8 +120,8 @@ def test_the_first_evaluation_at_or_above_an_accuracy_counts(
     assert shown(cells.to(0.9), [exact, never], monkeypatch) == "20 (1/2)"
     assert shown(cells.to(0.9), [never], monkeypatch) == "never"
     assert shown(cells.to_of_seeds(0.9), [exact, never], monkeypatch) == "20, never"
-    assert shown(cells.against_print(0.9), [exact, late], monkeypatch) == "1.50"
-    assert shown(cells.to(0.9), [], monkeypatch) == "not run yet"
+    assert shown(cells.against_reported(0.9), [exact, late], monkeypatch) == "1.50"
+    assert shown(cells.to(0.9), [], monkeypatch) == cells.MISSING
 
 
 def test_diverged_seeds_are_left_out_of_means_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +132,31 @@ def test_diverged_seeds_are_left_out_of_means_and_counted(monkeypatch: pytest.Mo
     assert shown(cells.best(), [good, bad], monkeypatch) == "92.50 ± 3.54%"
 
 
-def test_a_verdict_without_its_runs_is_not_run_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_leaves_out_what_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"a": [run_of([0.1, 0.95])], "b": [run_of([0.1, 0.2])]}
+    monkeypatch.setattr(cells, "load", lambda name, label: runs.get(label, []))
+    monkeypatch.setattr(cells, "file_of", lambda name, label: None)
+    rows = [cells.Row((label,), [f"none/{label}", "none/c"]) for label in ("a", "b", "d")]
+    columns = {"rounds": cells.to(0.9), "of c": cells.final(curve=1), "end": cells.final()}
+    table = cells.Table(["method"], rows, columns, "Three methods:")
+    head = "Three methods:\n\n| method | rounds | end |\n| --- | --- | --- |\n"
+    assert str(table) == f"{head}| a | 10 | 95.00% |\n| b | never | 20.00% |"
+    assert str(cells.Table(["method"], rows[2:], columns, "Three methods:")) == ""
+    both = cells.Table(["method"], rows, {"end": cells.final(), "of c": cells.growth(0.9, "round")})
+    assert "of c" not in str(both)
+
+
+def test_a_verdict_without_its_runs_is_not_judged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdicts.Verdict(
         "a", "Fig. 1", "A is first", "reproduced", "{}", verdicts.pairs(cells.final(), "a/b")
     )
     monkeypatch.setattr(cells, "load", lambda name, label: [run_of([0.1, 0.9])])
     assert (verdict.shown(), verdict.measured()) == ("reproduced", "90.00%")
     monkeypatch.setattr(cells, "load", lambda name, label: [])
-    assert verdict.shown() == "not run yet"
+    assert verdict.shown() == "not judged yet"
+    found = verdicts.blocks([verdict], "### a: of a test\n")
+    assert found["not-judged"] == "- Fig. 1: A is first (a)."
+    assert "A is first" not in found["verdicts"]
 
 
 def test_first_choices_of_advise_are_within_the_spread_of_the_best_in_four_of_five() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from cells import HERE, Run, costs_to, load
+from curve_files import HERE, Run, costs_to, load
 
 from fedbilevel import algorithms
 from fedbilevel.diagnostics.methods import GOALS, Comparison, Cost, default_goal, scores

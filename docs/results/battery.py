@@ -171,12 +171,13 @@ def needs(plan: Plan) -> dict[str, int]:
 
     A curve that no verdict names is needed as much as the verdicts of its experiment need it.
     """
-    import verdicts
+    from papers import VERDICTS
+    from verdicts import NOT_COMPARABLE, NOT_JUDGED
 
-    order = {verdicts.NOT_RUN: 0, verdicts.NOT_COMPARABLE: 1}
+    order = {NOT_JUDGED: 0, NOT_COMPARABLE: 1}
     of_curves: dict[str, int] = {}
     of_experiments: dict[str, int] = {}
-    for verdict in verdicts.VERDICTS:
+    for verdict in VERDICTS:
         need = order.get(verdict.shown(), 2)
         of_experiments[verdict.id] = min(need, of_experiments.get(verdict.id, 3))
         for curve in {curve for _, curves in verdict.values for curve in curves}:
@@ -197,7 +198,7 @@ def curves_of(ids: Iterable[str], text: str) -> list[str]:
 
 def missing(curves: Iterable[str]) -> list[str]:
     """Return those of some curves that are not committed."""
-    from cells import load
+    from curve_files import load
 
     found = []
     for curve in curves:

@@ -1,59 +1,37 @@
-"""The curves of the results, and the cells of their tables.
-
-Curves are read from curves/ID.csv.xz, which battery.py writes; those that are not there from
-ID.csv, which has fewer evaluations than were made. A cell is a function of a row: of the labels of
-its curves, and of what print reports.
-"""
+"""Tables of results, and their cells: functions of a row, which names the curves it is about."""
 
 from __future__ import annotations
 
-import csv
-import lzma
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import search
+from curve_files import HERE, Run, costs_to, file_of, load
 from members import BATTERY
-from numpy.typing import NDArray
 
-HERE = Path(__file__).parent
-NOT_RUN = "not run yet"
-TEXT_COLUMNS = ("label", "algorithm", "condition", "partition", "model", "status", "method")
-CONDITIONS = ("condition", "partition", "model", "shots")  # of thinned curves, for their labels
-
-Array = NDArray[np.float64]
-
-
-class Run(NamedTuple):
-    """The evaluations of one seed, by column, NaN where there is no number."""
-
-    seed: int
-    columns: Mapping[str, Array]
-    diverged: bool
-
-    def __getitem__(self, column: Any) -> Any:
-        if column == "bytes" and "bytes_up" in self.columns:
-            return self.columns["bytes_up"] + self.columns["bytes_down"]
-        return self.columns.get(column, np.full(len(self.columns["round"]), np.nan))
+MISSING = "–"  # stands in a cell whose runs are still to be made
 
 
 class Row(NamedTuple):
-    """A row: its first cells, the curves it is about as "ID/label", and what print reports."""
+    """A row: its first cells, the curves it is about as "ID/label", and what the paper reports."""
 
     cells: Sequence[str]
     curves: Sequence[str]
-    printed: float | None = None
+    reported: float | None = None
 
     def runs(self, index: int) -> list[Run]:
         """Return the seeds of one of the curves."""
         name, _, label = self.curves[index].partition("/")
         return load(name, label)
+
+    def was_run(self) -> bool:
+        """Whether one of its curves is there."""
+        return any(self.runs(index) for index in range(len(self.curves)))
 
 
 Cell = Callable[[Row], str]
@@ -61,31 +39,40 @@ Cell = Callable[[Row], str]
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page.
+    """A table of a page, without rows and columns that have no number yet.
 
     Args:
         heads: The headings of the rows' first cells.
         rows: The rows.
         columns: The other headings, with the function that makes their cells.
+        intro: What leads to the table. Where none of its rows was run, neither is shown.
     """
 
     heads: Sequence[str]
     rows: Sequence[Row]
     columns: Mapping[str, Cell]
+    intro: str = ""
 
     def __str__(self) -> str:
-        lines = [[*self.heads, *self.columns], ["---"] * (len(self.heads) + len(self.columns))]
-        for row in self.rows:
-            lines.append([*row.cells, *(cell(row) for cell in self.columns.values())])
+        rows = [row for row in self.rows if row.was_run()]
+        if not rows:
+            return ""
+        columns = [[head, *(row.cells[at] for row in rows)] for at, head in enumerate(self.heads)]
+        for head, cell in self.columns.items():
+            cells = [cell(row) for row in rows]
+            if any(text not in ("", MISSING) for text in cells):
+                columns.append([head, *cells])
+        head, *lines = zip(*columns, strict=True)
+        lines = [head, ["---"] * len(columns), *lines]
         text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return f"{self._caption()}\n\n{text}"
+        return "\n\n".join(part for part in (self.intro, self._caption(rows), text) if part)
 
-    def _caption(self) -> str:
+    def _caption(self, rows: Sequence[Row]) -> str:
         """Say where the curves are, and which of them are thinned or lack seeds."""
         full: dict[Path, None] = {}
         thinned: dict[Path, list[str]] = {}
         fewer = []
-        for curve in dict.fromkeys(curve for row in self.rows for curve in row.curves if curve):
+        for curve in dict.fromkeys(curve for row in rows for curve in row.curves if curve):
             name, label = curve.split("/", 1)
             file = file_of(name, label)
             if file is None:
@@ -102,79 +89,16 @@ class Table:
             parts.append(f"Curves: {', '.join(map(_link, full))}.")
         if fewer:
             parts.append(f"Fewer seeds so far: {', '.join(fewer)}.")
-        for file, labels in thinned.items():
-            which = f" for {', '.join(labels)}" if full else ""
-            parts.append(
-                f"Thinned curves{which}: {_link(file)}; costs to an accuracy are upper bounds. "
-                "The full curves are lost, to be run again."
-            )
-        return " ".join(parts) or "Not run yet."
+        if thinned:
+            files = ", ".join(map(_link, thinned))
+            labels = ", ".join(label for labels in thinned.values() for label in labels)
+            which = f" for {labels}" if full else ""
+            parts.append(f"Thinned curves{which}: {files}; costs to an accuracy are upper bounds.")
+        return " ".join(parts)
 
 
 def _link(file: Path) -> str:
     return f"[{file.name}]({file.relative_to(HERE)})"
-
-
-# Curves
-
-
-def files_of(name: str) -> list[Path]:
-    """Return the files with the curves of an experiment, the full ones first."""
-    names = [f"curves/{name}.csv.xz", f"curves/{name}.csv", f"{name}.csv", f"{name}-mnist.csv"]
-    return [HERE / name for name in names if (HERE / name).exists()]
-
-
-def file_of(name: str, label: str) -> Path | None:
-    """Return the file from which a curve is read; None if it was not run."""
-    return next((file for file in files_of(name) if label in read(file)), None)
-
-
-def load(name: str, label: str) -> list[Run]:
-    """Return the seeds of a curve; none if it was not run."""
-    file = file_of(name, label)
-    return read(file)[label] if file else []
-
-
-@cache
-def read(file: Path) -> dict[str, list[Run]]:
-    """Return the runs of a file by label."""
-    opened = lzma.open if file.suffix == ".xz" else open
-    with opened(file, "rt", newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    if "seconds_to_90" in rows[0]:
-        rows = [_reached(row) for row in rows if row["stage"] == "best"]
-    seeds: dict[tuple[str, int], list[dict[str, str]]] = {}
-    for row in rows:
-        label = row.get("label") or row["algorithm"]
-        label = " ".join([label, *(row[key] for key in CONDITIONS if key in row)])
-        seeds.setdefault((label, int(row["seed"])), []).append(row)
-    last_round = max((int(row["round"]) for row in rows), default=0)
-    runs: dict[str, list[Run]] = {}
-    for (label, seed), evaluations in seeds.items():
-        columns = {}
-        for key in evaluations[0]:
-            if key not in TEXT_COLUMNS:
-                columns[key] = np.array([float(row[key] or "nan") for row in evaluations])
-        last = evaluations[-1]
-        if "status" in last:
-            diverged = last["status"] == "diverged"
-        else:  # thinned curves do not say it: such a run ends early, and at chance
-            diverged = int(last["round"]) < last_round - 10 and float(last["test_accuracy"]) < 0.5
-        runs.setdefault(label, []).append(Run(seed, columns, diverged))
-    return runs
-
-
-def _reached(row: Mapping[str, str]) -> dict[str, str]:
-    """Return a row of afbo-printed.csv as the one evaluation that it is about."""
-    reached = row["seconds_to_90"] not in ("inf", "nan")
-    return {
-        "label": f"{row['method']} {row['partition']}",
-        "seed": row["seed"],
-        "round": row["rounds"],
-        "virtual_s": row["seconds_to_90"],
-        "test_accuracy": "0.9" if reached else "",
-        "status": row["status"],
-    }
 
 
 # Cells
@@ -195,19 +119,9 @@ def for_runs(cell: Callable[[list[Run]], str], curve: int) -> Cell:
         if curve >= len(row.curves) or not row.curves[curve]:
             return ""
         runs = row.runs(curve)
-        return cell(runs) if runs else NOT_RUN
+        return cell(runs) if runs else MISSING
 
     return of_row
-
-
-def costs_to(runs: Iterable[Run], accuracy: float, cost: str) -> list[float]:
-    """Return the cost at each seed's first evaluation at or above an accuracy, if there is one."""
-    costs = []
-    for run in runs:
-        reached = np.flatnonzero(run["test_accuracy"] >= accuracy)
-        if reached.size:
-            costs.append(float(run[cost][reached[0]]))
-    return costs
 
 
 def to(
@@ -225,6 +139,9 @@ def to(
         return text
 
     return for_runs(cell, curve)
+
+
+TARGETS = {"to 80%": to(0.8), "90%": to(0.9), "93%": to(0.93), "95%": to(0.95)}
 
 
 def to_of_seeds(accuracy: float, cost: str = "round", curve: int = 0) -> Cell:
@@ -252,14 +169,14 @@ def to_median(accuracy: float, curve: int = 0) -> Cell:
     return for_runs(cell, curve)
 
 
-def against_print(accuracy: float) -> Cell:
-    """Return the rounds to an accuracy, in multiples of print's."""
+def against_reported(accuracy: float) -> Cell:
+    """Return the rounds to an accuracy, in multiples of those reported."""
 
     def cell(row: Row) -> str:
         costs = costs_to(row.runs(0), accuracy, "round")
-        if row.printed is None or not costs or len(costs) < len(row.runs(0)):
+        if row.reported is None or not costs or len(costs) < len(row.runs(0)):
             return ""
-        return f"{statistics.fmean(costs) / row.printed:.2f}"
+        return f"{statistics.fmean(costs) / row.reported:.2f}"
 
     return cell
 
@@ -270,7 +187,7 @@ def growth(accuracy: float, cost: str) -> Cell:
     def cell(row: Row) -> str:
         runs = [row.runs(index) for index in (0, 1)]
         if not all(runs):
-            return NOT_RUN
+            return MISSING
         costs = [costs_to(of_curve, accuracy, cost) for of_curve in runs]
         if not all(costs):
             return ""
@@ -285,7 +202,7 @@ def total_growth(cost: str) -> Cell:
     def cell(row: Row) -> str:
         totals = [[run[cost][-1] for run in row.runs(index)] for index in (0, 1)]
         if not all(totals):
-            return NOT_RUN
+            return MISSING
         return f"{statistics.fmean(totals[1]) / statistics.fmean(totals[0]):.2f}"
 
     return cell
@@ -360,7 +277,7 @@ def of_seeds(cell_of_runs: Cell) -> Cell:
     def cell(row: Row) -> str:
         runs = row.runs(0)
         if not runs:
-            return NOT_RUN
+            return MISSING
         texts = []
         for run in runs:
             single = _SingleRun(row.cells, row.curves, run)
@@ -394,21 +311,6 @@ def swing(curve: int = 0) -> Cell:
     return of_kept(value, 100, 2, "", curve)
 
 
-def diverged(curve: int = 0) -> Cell:
-    """Return how many seeds have diverged."""
-
-    def cell(runs: list[Run]) -> str:
-        count = sum(run.diverged for run in runs)
-        return f"{count}/{len(runs)}" if count else ""
-
-    return for_runs(cell, curve)
-
-
-def iterations_to(accuracy: float) -> Cell:
-    """Return the outer iterations to an accuracy."""
-    return to(accuracy, "iteration")
-
-
 def per(unit: str, cost: str, scale: float, digits: int, curve: int = 0) -> Cell:
     """Return a cost per round or per iteration, of the first seed."""
 
@@ -438,7 +340,7 @@ def episodes_at(amount: float | None, curve: int = 0) -> Cell:
         if amount is not None:
             past = np.flatnonzero(run["round"] == amount)
             if not past.size:
-                return NOT_RUN
+                return MISSING
             index = past[0]
         text = f"{100 * run['test_accuracy'][index]:.1f} ± {100 * run['ci95'][index]:.1f}%"
         if amount is None:

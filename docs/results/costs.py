@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cells import load
+from curve_files import load
 from members import BATTERY, Member
 from plan import CONVOLUTIONAL, is_finished, resolved
 

@@ -270,7 +270,7 @@ def rabo_fig5() -> Iterator[Member]:
 
 
 FEW_SHOT = ("rabo", "rafbo", "static", "oap", "fedrolex", "fiarse", "fedmbo", "protonet", "maml")
-FEW_SHOT_RUN = {"rounds": 200, "every": 50}  # print gives no number of rounds
+FEW_SHOT_RUN = {"rounds": 200, "every": 50}  # the paper gives no number of rounds
 
 
 def rabo_table2() -> Iterator[Member]:
@@ -303,7 +303,7 @@ def rabo_fig4() -> Iterator[Member]:
 
 
 def aggitd_cnn() -> Iterator[Member]:
-    """Declare Fig. 6 at batch 10, which print may have used; batch 64 was run before."""
+    """Declare Fig. 6 at batch 10, which the paper may have used; batch 64 was run before."""
     for partition, method in product(PARTITIONS, ("aggitd", "fednest", "lfednest")):
         overrides = {"data.partition": partition, "environment.batch_size": 10}
         yield Member(f"{method} mnist cnn {partition} batch=10", "aggitd-cnn", method, overrides)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from cells import load
 from costs import GPU_RATE, START_S, measured
+from curve_files import load
 from members import BATTERY, Member
 from plan import resolved
 
