@@ -50,6 +50,21 @@ def test_every_figure_is_on_the_page_and_every_verdict_with_runs_has_one() -> No
         assert (RESULTS / f"{name}.png").exists()
 
 
+def test_no_two_curves_of_a_figure_look_the_same() -> None:
+    for name, panels in figures.FIGURES.items():
+        names = [n for p in panels if isinstance(p, figures.Panel) for n in p.curves]
+        places = figures.positions(dict.fromkeys(names))
+        assert len({*places.values()}) == len(places), name
+    assert figures.positions(["new", "simfbo", "aggitd"]) == {"new": 2, "simfbo": 1, "aggitd": 0}
+
+
+def test_an_axis_has_the_largest_unit_that_its_values_reach() -> None:
+    assert figures.unit_of("flops", 3e9) == (1e9, "operations, GFLOP")
+    assert figures.unit_of("flops", 1e12) == (1e12, "operations, TFLOP")
+    assert figures.unit_of("bytes", 10) == (1e6, "bytes sent, MB")
+    assert figures.unit_of("round", 10) == (1.0, "communication rounds")
+
+
 def test_a_figure_ends_where_the_first_of_its_seeds_ends() -> None:
     rounds = np.arange(0.0, 50.0, 10.0)
     runs = [

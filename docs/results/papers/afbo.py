@@ -246,7 +246,7 @@ FIGURES: dict[str, list[Panel] | list[Bars]] = {
             y=y,
             limits=limits,
         )
-        for y, limits in (("test_accuracy", (0.7, 0.92)), ("auc", (0.5, 1.0)))
+        for y, limits in (("test_accuracy", (0.8, 0.92)), ("auc", (0.5, 1.0)))
         for partition, title in PARTITIONS.items()
     ],
 }

@@ -40,7 +40,8 @@ FIGURES: dict[str, list[Panel] | list[Bars]] = {
                 m: f"asfbo-fig1/{m} {partition} tuned"
                 for m in ("la-asfbo", "asfbo", "shrofbo", "simfbo", "fednest", "lfednest")
             },
-            limits=(0.6, 1.0),
+            limits=(0.7, 0.98),
+            log=True,
         )
         for partition, title in PARTITIONS.items()
     ],

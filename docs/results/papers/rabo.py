@@ -239,16 +239,16 @@ FIGURES: dict[str, list[Panel] | list[Bars]] = {
     ],
     "rabo-fig4": [
         Bars(
-            "operations, % of full models",
+            "operations per iteration",
             costs_per_iteration("flops"),
             {"rabo": 26.7, "rafbo": 17.8},
-            "%",
+            "% of full models",
         ),
         Bars(
-            "bytes, % of full models",
+            "bytes per iteration",
             costs_per_iteration("bytes"),
             {"rabo": 26.7, "rafbo": 26.7},
-            "%",
+            "% of full models",
         ),
     ],
     "rabo-table3": [
@@ -266,6 +266,7 @@ FIGURES: dict[str, list[Panel] | list[Bars]] = {
             "MNIST, long-tailed, MLP",
             {m: f"rabo-fig5/{m}" for m in ("rabo", "rafbo", *SUBMODELS, "fedmbo", "fedavg")},
             y="balanced_accuracy",
+            limits=(0.4, 0.9),
         )
     ],
 }

@@ -148,7 +148,8 @@ FIGURES: dict[str, list[Panel] | list[Bars]] = {
                 m: f"simfbo-fig2/{m} {partition} tuned"
                 for m in ("unifbo", "simfbo", "aggitd", "fednest", "lfednest")
             },
-            limits=(0.6, 1.0),
+            limits=(0.7, 1.0),
+            log=True,
         )
         for partition, title in PARTITIONS.items()
     ],
@@ -160,7 +161,7 @@ FIGURES: dict[str, list[Panel] | list[Bars]] = {
     ],
     "simfbo-fig5": [
         Panel(
-            "running time, one seed",
+            "against running time, one seed",
             {m: f"simfbo-fig5/{m}" for m in ("simfbo", "aggitd", "fednest", "lfednest")},
             x="wall_s",
         )
@@ -172,17 +173,17 @@ FIGURES: dict[str, list[Panel] | list[Bars]] = {
                 m: f"shrofbo-fig4/{m}"
                 for m in ("shrofbo", "simfbo", "aggitd", "fednest", "lfednest")
             },
-            limits=(0.5, 0.9),
+            limits=(0.65, 0.88),
         ),
         Panel(
             "equal steps, tau redrawn",
             {"shrofbo": "shrofbo-fig4/shrofbo", "simfbo": "shrofbo-fig4/simfbo equal"},
-            limits=(0.5, 0.9),
+            limits=(0.65, 0.88),
         ),
         Panel(
             "equal steps, tau fixed",
             {m: f"shrofbo-fig4/{m} equal fixed" for m in ("shrofbo", "simfbo")},
-            limits=(0.5, 0.9),
+            limits=(0.65, 0.88),
         ),
     ],
 }
