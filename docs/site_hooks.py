@@ -34,7 +34,12 @@ DRAWING = re.compile(r'<img alt="([^"]*)" src="([^"]*\.svg)"[^>]*>')
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the generated pages in the navigation, behind the first page of their section."""
+    """List the generated pages in the navigation, behind the first page of their section.
+
+    There is no page for a missing address: its links would have to begin at the root of a server,
+    and the site is to work below any folder, and from a disk.
+    """
+    config.theme.static_templates.discard("404.html")
     for section in config.nav or []:
         for title, pages in section.items():
             if title in ("Methods", "Tasks"):

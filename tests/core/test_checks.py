@@ -61,15 +61,14 @@ def test_integers_are_refused_outside_of_their_bounds() -> None:
 
 def test_a_misspelt_name_is_answered_with_the_closest_one() -> None:
     assert checks.one_of("mode", "loop", ["stack", "loop"]) == "loop"
-    choices = "mode is 'lop'; it must be one of 'stack', 'loop'"
     assert refusal(checks.one_of, "mode", "lop", ["stack", "loop"]) == (
-        f"{choices}; did you mean 'loop'?"
+        "mode is 'lop' (did you mean 'loop'?); it must be one of 'stack', 'loop'"
     )
     assert checks.suggestion("x", ["stack", "loop"]) == ""
 
 
 def test_an_unknown_key_is_answered_with_the_known_ones() -> None:
-    message = "unknown key 'task.client'; allowed are clients, noise; did you mean 'clients'?"
+    message = "unknown key 'task.client' (did you mean 'clients'?); allowed are clients, noise"
     assert checks.unknown_key("task.client", ["clients", "noise"]) == message
     assert checks.unknown_key("task.client", []) == "unknown key 'task.client'; allowed are none"
 

@@ -339,7 +339,7 @@ def test_private_lower_levels_are_refused(function):
 def test_unknown_methods_are_refused(function):
     task = quadratic()
     sentence = (
-        "method is 'neuman'; it must be one of 'exact', 'cg', 'neumann'; did you mean 'neumann'?"
+        "method is 'neuman' (did you mean 'neumann'?); it must be one of 'exact', 'cg', 'neumann'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         function(task.problem, task.clients, task.problem.x, "neuman")

@@ -138,7 +138,7 @@ BAD_PROBLEMS = {
     "lower_level": (
         {"lower_level": "privat"},
         ValueError,
-        "lower_level is 'privat'; it must be one of 'shared', 'private'; did you mean 'private'?",
+        "lower_level is 'privat' (did you mean 'private'?); it must be one of 'shared', 'private'",
     ),
     "loss is no function": (
         {"upper": 3},
@@ -461,7 +461,7 @@ def test_uniform_weights_of_a_billion_clients_take_no_memory():
         (
             "sample",
             ValueError,
-            "weights is 'sample'; it must be one of 'uniform', 'samples'; did you mean 'samples'?",
+            "weights is 'sample' (did you mean 'samples'?); it must be one of 'uniform', 'samples'",
         ),
         ([1.0], ValueError, "weights has 1 entries; there are 2 clients"),
         ([1.0, -0.5], ValueError, "weights is -0.5; it must not be negative"),

@@ -140,7 +140,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "choice",
         "rando",
-        "choice is 'rando'; it must be one of 'sum', 'random'; did you mean 'random'?",
+        "choice is 'rando' (did you mean 'random'?); it must be one of 'sum', 'random'",
     ),
     ("choice", 3, "choice is 3; it must be one of 'sum', 'random'"),
     ("bounds", (0.0, 1.0), "bounds is (0.0, 1.0); it must be (low, high) with 0 < low <= high"),
@@ -157,7 +157,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "perhaps_choice",
         "referense",
-        "perhaps_choice is 'referense'; it must be one of 'reference'; did you mean 'reference'?",
+        "perhaps_choice is 'referense' (did you mean 'reference'?); it must be one of 'reference'",
     ),
     ("share", 0, "share is 0; it must be at least 1"),
     ("share", 1.5, "share is 1.5; it must be in (0, 1]"),
@@ -257,15 +257,15 @@ def test_values_of_a_table_become_the_declared_types() -> None:
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"cuont": 1}, "unknown key 'a.cuont'; allowed are count, several, "),
-        ({"cuont": 0, "count": 0}, "; did you mean 'count'?"),
+        ({"cuont": 1}, "unknown key 'a.cuont' (did you mean 'count'?); allowed are count, several, "),
+        ({"cuont": 0, "count": 0}, "(did you mean 'count'?)"),
         ({"kind": "x"}, "unknown key 'a.kind'"),
         ({"schedule": 3}, "a.schedule is 3; it must be a table"),
         ({"schedule": {}}, "a.schedule.start is missing"),
         ({"schedule": {"start": -1.0}}, "a.schedule.start is -1.0; it must be above 0"),
         (
             {"schedule": {"strt": 1}},
-            "unknown key 'a.schedule.strt'; allowed are start, power, after; did you mean 'start'?",
+            "unknown key 'a.schedule.strt' (did you mean 'start'?); allowed are start, power, after",
         ),
         (
             {"perhaps_step": {}},

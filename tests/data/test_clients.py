@@ -189,11 +189,11 @@ def test_a_feature_shift_moves_the_features_of_the_clients_apart() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"by": "hospitl"}, "by is 'hospitl', which is not a column .* did you mean 'hospital'"),
+        ({"by": "hospitl"}, r"by is 'hospitl' \(did you mean 'hospital'\?\); it must be a column: age, sex"),
         ({"by": "hospital", "count": 3}, "by or count must say who the clients are; both are"),
         ({}, "by or count must say who the clients are; neither"),
         ({"by": "hospital", "target": None}, "target is missing"),
-        ({"by": "hospital", "features": ["agee"]}, "'agee', which is not a column .*'age'"),
+        ({"by": "hospital", "features": ["agee"]}, r"'agee' \(did you mean 'age'\?\); it must be a column"),
         ({"by": "hospital", "partition": "shards"}, "partition and its options must not be given"),
         ({"by": [1, 2]}, r"by has shape \(2,\); it must hold one by for each of the 8 rows"),
         ({"by": "age"}, "client '33.0' has 1 rows; it needs at least 2"),

@@ -126,3 +126,36 @@ def test_the_first_choice_runs_with_its_settings():
     )
     start, end = (metrics["hypergradient_norm"] for metrics in result.history)
     assert end < 0.05 * start
+
+
+def test_where_clients_hold_submodels_only_methods_that_cut_models_are_left():
+    task = fb.tasks.load("loss-tuning", data="digits", clients=2, samples=32, model="mlp", hidden=8)
+    advice = fb.advise(task.problem, task.clients, fb.Environment(capacity=[1.0, 0.5]))
+    assert advice.goal == "error"
+    assert advice.conditions["capacity"]
+    assert {"rabo", "rafbo", "unifbo"} == {*advice.order}
+    assert all("capacity" in each.conditions for each in advice.evidence)
+    assert "capacity is [1.0, 0.5], but it trains whole models" in advice.others["simfbo"]
+    whole = fb.advise(task.problem, task.clients, fb.Environment())
+    assert "capacity" not in whole.conditions
+    assert "simfbo" in whole.order
+
+
+def test_a_problem_that_names_no_axes_cannot_be_cut_by_any_method():
+    task = quadratic(clients=4)
+    advice = fb.advise(task.problem, task.clients, fb.Environment(capacity=0.5))
+    assert advice.order == {}
+    assert "names no axes to cut" in advice.others["rabo"]
+    assert "first choice: none" in str(advice)
+    with pytest.raises(ValueError, match="no method can run this problem"):
+        _ = advice.first
+
+
+def test_where_a_batch_is_an_episode_methods_with_a_shared_lower_level_are_left_out():
+    task = fb.tasks.load("few-shot", data="digits", clients=2, ways=2, model="conv4", hidden=8)
+    advice = fb.advise(task.problem, task.clients, fb.Environment(batch_size=2))
+    assert (advice.goal, [*advice.conditions]) == ("error", ["private"])
+    assert {"rabo", "rafbo", "fedmbo"} == {*advice.order}
+    assert all("private" in each.conditions for each in advice.evidence)
+    assert "shared lower level" in advice.others["simfbo"]
+    assert advice.settings() == {}  # curvatures of a private lower level are not measured

@@ -98,23 +98,26 @@ def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
     if value not in allowed:
         names = ", ".join(map(repr, allowed))
         hint = suggestion(value, allowed)
-        raise ValueError(f"{name} is {value!r}; it must be one of {names}{hint}")
+        raise ValueError(f"{name} is {value!r}{hint}; it must be one of {names}")
     return str(value)
 
 
 def suggestion(value: object, allowed: Iterable[str]) -> str:
-    """Return "; did you mean ...?" if an allowed name is close to `value`, else ""."""
+    """Return " (did you mean ...?)" if an allowed name is close to `value`, else "".
+
+    It belongs right behind the value: lists of what is allowed can be long.
+    """
     close = get_close_matches(str(value), list(map(str, allowed)), n=1)
     if not close:
         return ""
-    return f"; did you mean {close[0]!r}?"
+    return f" (did you mean {close[0]!r}?)"
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Return the message for a dotted key (such as "task.clients") whose last part is not known."""
     known = list(known)
     hint = suggestion(key.split(".")[-1], known)
-    return f"unknown key {key!r}; allowed are {', '.join(known) or 'none'}{hint}"
+    return f"unknown key {key!r}{hint}; allowed are {', '.join(known) or 'none'}"
 
 
 def one_line(text: str) -> str:

@@ -527,7 +527,7 @@ def read_arguments(
         >>> read_arguments(settings, "task", {"client": 3})
         Traceback (most recent call last):
             ...
-        ValueError: unknown key 'task.client'; allowed are clients; did you mean 'clients'?
+        ValueError: unknown key 'task.client' (did you mean 'clients'?); allowed are clients
     """
     rules = {setting.name: setting.rule for setting in known}
     keys = {name: f"{key}.{name}" for name in (*rules, *table)} | dict(elsewhere or {})

@@ -331,7 +331,9 @@ def column_of(table: Table, name: str, given: object, argument: str) -> NDArray[
             known = list(table.columns)
             hint = checks.suggestion(given, known)
             shown = ", ".join(known[:SHOWN_NAMES])
-            raise ValueError(f"{argument} is {given!r}, which is not a column ({shown}, ...){hint}")
+            if len(known) > SHOWN_NAMES:
+                shown += ", ..."
+            raise ValueError(f"{argument} is {given!r}{hint}; it must be a column: {shown}")
         return table.columns[given]
     if isinstance(given, Sequence) or hasattr(given, "__array__"):
         values = np.asarray(given)

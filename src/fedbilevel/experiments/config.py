@@ -113,7 +113,7 @@ def read(experiment: str) -> tuple[str, Table]:
     else:
         hint = checks.suggestion(experiment, names())
         raise ConfigError(
-            f"experiment {experiment!r} is neither a file nor one of {', '.join(names())}{hint}"
+            f"experiment {experiment!r}{hint} is neither a file nor one of {', '.join(names())}"
         )
     try:
         table = tomllib.loads(text)
