@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from fedbilevel.diagnostics.check import check as check
     from fedbilevel.diagnostics.methods import advise as advise
     from fedbilevel.diagnostics.value import value as value
-    from fedbilevel.estimators.linear_model import linear_model as linear_model
     from fedbilevel.estimators.logistic import FederatedLogistic as FederatedLogistic
     from fedbilevel.federation import delays as delays
     from fedbilevel.federation import stages as stages
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from fedbilevel.runs.simulation import simulated_federation as simulated_federation
     from fedbilevel.runs.solver import Interrupted as Interrupted
     from fedbilevel.runs.solver import solve as solve
+    from fedbilevel.tasks.linear_model import linear_model as linear_model
 
 __version__ = "0.1.0"
 
@@ -82,7 +82,7 @@ _HOMES = {
     "finite_difference": "core.hypergradient:finite_difference",
     "hypergradient": "core.hypergradient:hypergradient",
     "linear": "core.linear",
-    "linear_model": "estimators.linear_model:linear_model",
+    "linear_model": "tasks.linear_model:linear_model",
     "load_run": "runs.load:load_run",
     "nets": "nets",
     "schedules": "core.schedules",

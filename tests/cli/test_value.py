@@ -58,7 +58,9 @@ def test_wrong_options_are_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "groups is 'nobody'" in error("value", "sites", "--groups", "nobody")
     table = tmp_path / "clinics.csv"
     table.write_text("clinic,age\nBonn,60\n")
-    assert "a table is read in Python, by fb.clients" in error("value", table)
+    assert 'an experiment is a TOML file that names it: task = { name = "table"' in error(
+        "value", table
+    )
 
 
 def test_nodes_give_the_values_of_the_simulation() -> None:

@@ -257,7 +257,10 @@ def test_values_of_a_table_become_the_declared_types() -> None:
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"cuont": 1}, "unknown key 'a.cuont' (did you mean 'count'?); allowed are count, several, "),
+        (
+            {"cuont": 1},
+            "unknown key 'a.cuont' (did you mean 'count'?); allowed are count, several, ",
+        ),
         ({"cuont": 0, "count": 0}, "(did you mean 'count'?)"),
         ({"kind": "x"}, "unknown key 'a.kind'"),
         ({"schedule": 3}, "a.schedule is 3; it must be a table"),
@@ -265,7 +268,7 @@ def test_values_of_a_table_become_the_declared_types() -> None:
         ({"schedule": {"start": -1.0}}, "a.schedule.start is -1.0; it must be above 0"),
         (
             {"schedule": {"strt": 1}},
-            "unknown key 'a.schedule.strt' (did you mean 'start'?); allowed are start, power, after",
+            "unknown key 'a.schedule.strt' (did you mean 'start'?); allowed are start, power",
         ),
         (
             {"perhaps_step": {}},

@@ -189,11 +189,17 @@ def test_a_feature_shift_moves_the_features_of_the_clients_apart() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"by": "hospitl"}, r"by is 'hospitl' \(did you mean 'hospital'\?\); it must be a column: age, sex"),
+        (
+            {"by": "hospitl"},
+            r"by is 'hospitl' \(did you mean 'hospital'\?\); it must be a column: age, sex",
+        ),
         ({"by": "hospital", "count": 3}, "by or count must say who the clients are; both are"),
         ({}, "by or count must say who the clients are; neither"),
         ({"by": "hospital", "target": None}, "target is missing"),
-        ({"by": "hospital", "features": ["agee"]}, r"'agee' \(did you mean 'age'\?\); it must be a column"),
+        (
+            {"by": "hospital", "features": ["agee"]},
+            r"'agee' \(did you mean 'age'\?\); it must be a column",
+        ),
         ({"by": "hospital", "partition": "shards"}, "partition and its options must not be given"),
         ({"by": [1, 2]}, r"by has shape \(2,\); it must hold one by for each of the 8 rows"),
         ({"by": "age"}, "client '33.0' has 1 rows; it needs at least 2"),
@@ -265,25 +271,45 @@ CHECKED = [True, False, True, False, False, False, False, True]  # a row of each
 def test_trusted_rows_are_the_validation_rows() -> None:
     options: dict[str, Any] = {"by": "hospital", "target": "sick", "standardise": False}
     frame = pd.DataFrame(TABLE).assign(checked=CHECKED)
-    by_column = fb.clients(frame, **options, validation="checked", test=0.1)
-    by_row = fb.clients(TABLE, **options, validation=np.array(CHECKED), test=0.1)
+    by_column = fb.clients(frame, **options, validation="checked")
+    by_row = fb.clients(TABLE, **options, validation=np.array(CHECKED))
     assert by_column.features == by_row.features == ["age", "sex=f", "sex=m", "visits"]
     for found in (by_column, by_row):
-        assert found.rows() == [("a", 2, 1), ("b", 1, 2)]
+        assert found.rows() == [("a", 3, 1), ("b", 2, 2)]
         ages = [client.val[0][:, 0].tolist() for client in found]  # type: ignore[index]
         assert ages == [[44.0], [50.0, 33.0]]
-        assert found.test is not None
         rest = [age for age, trusted in zip(TABLE["age"], CHECKED, strict=True) if not trusted]
         train = [age for client in found for age in client.train[0][:, 0].tolist()]  # type: ignore[index]
-        assert sorted([*train, *found.test[0][:, 0].tolist()]) == sorted(rest)
+        assert sorted(train) == sorted(rest)
+
+
+def test_where_rows_are_trusted_those_of_the_test_are_some_of_them() -> None:
+    row = np.arange(60.0)
+    trusted = row % 3 == 0
+    found = fb.clients(
+        {"row": row, "y": row % 2 == 0},
+        by=row // 30,
+        target="y",
+        validation=trusted,
+        test=0.8,  # of the trusted rows: 8 of the 10 of a client
+        standardise=False,
+    )
+    assert found.rows() == [("0.0", 20, 2), ("1.0", 20, 2)]
+    assert found.test is not None
+    held_out = found.test[0][:, 0].tolist()
+    assert len({*held_out}) == 16
+    val = [value for client in found for value in client.val[0][:, 0].tolist()]  # type: ignore[index]
+    assert sorted(held_out + val) == row[trusted].tolist()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"validation": "sex"}, "validation is 'sex' and holds 'f', 'm'; it must hold truth"),
-        ({"validation": [True] + [False] * 7}, "client 'a' has no trusted rows"),
-        ({"validation": [True] * 8}, "client 'a' has 0 rows that are not trusted; it needs at l"),
+        ({"validation": [True] + [False] * 7}, "client 'a' has 0 trusted samples; it needs at"),
+        ({"validation": CHECKED, "test": 0.5}, "client 'a' has 1 trusted samples; it needs at l"),
+        ({"validation": [True] * 8}, "client 'a' has no samples but trusted ones; it needs at l"),
+        ({"validation": CHECKED, "test": 1.0}, "test is 1.0; it must be at least 0 and below 1"),
         ({"validation": CHECKED, "group": list("abababab")}, "the same for all rows of a group"),
     ],
 )

@@ -18,7 +18,9 @@ def test_names() -> None:
 
 
 def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ValueError, match=r"name is 'mnsit' \(did you mean 'mnist'\?\); .*'cifar10'"):
+    with pytest.raises(
+        ValueError, match=r"name is 'mnsit' \(did you mean 'mnist'\?\); .*'cifar10'"
+    ):
         data.load("mnsit")
 
 

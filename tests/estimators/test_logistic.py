@@ -64,8 +64,26 @@ def test_trusted_rows_are_marked_by_a_column() -> None:
     model.fit(frame.assign(checked=checked))
     assert model.feature_names_ == ["age", "dose", "sex=f", "sex=m", "noise"]
     assert len(model.predict(frame)) == 600
-    with pytest.raises(ValueError, match="client '5' has no trusted rows"):
+    with pytest.raises(ValueError, match="client '5' has 0 trusted samples"):
         model.fit(frame.assign(checked=checked & (frame["hospital"] < 5)))
+
+
+def test_the_model_is_judged_on_held_out_trusted_rows() -> None:
+    frame = hospitals()
+    frame["checked"] = np.arange(600) // 6 % 3 == 0
+    model = fb.FederatedLogistic(
+        by="hospital", target="ill", validation="checked", test=0.4, rounds=20
+    ).fit(frame)
+    sites = fb.clients(frame, by="hospital", target="ill", validation="checked", test=0.4)
+    assert sites.test is not None
+    rows, target = (side.double().numpy() for side in sites.test)
+    assert len(target) == 6 * 14  # of 34 trusted rows per hospital
+    centres, scales = sites.columns.scales()  # type: ignore[union-attr]
+    odds = (rows * scales + centres) @ model.coef_[0] + model.intercept_[0]
+    last = model.history_[-1]
+    assert last["test_accuracy"] == pytest.approx(((odds > 0) == target).mean())
+    assert last["test_loss"] == pytest.approx(np.log1p(np.exp((1 - 2 * target) * odds)).mean())
+    assert "test_loss" not in fb.FederatedLogistic(rounds=1).fit(rows, target > 0).history_[0]
 
 
 def test_coefficients_are_in_the_units_of_the_columns(fitted: fb.FederatedLogistic) -> None:

@@ -187,15 +187,15 @@ def test_clients_hold_whole_sets_of_training_characters_the_same_on_both_sides()
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data": "mnist"}, "name is 'mnist'; it must be one of 'digits', 'omniglot'"),
+        ({"data": "mnist"}, "name is 'mnist' .*; it must be one of 'digits', 'omniglot'"),
         ({"ways": 13}, "ways is 13; it must be at most 12, the test characters of digits"),
         (
             {"clients": 23},
             "clients is 23; it must be at most 22, as each needs 5 of the 112 training characters",
         ),
         ({"shots": 20}, "shots is 20; it must be 1 to 19"),
-        ({"adapt": "heads"}, "adapt is 'heads'.*did you mean 'head'"),
-        ({"model": "conv"}, "model is 'conv'; it must be one of 'conv4', 'resnet12'"),
+        ({"adapt": "heads"}, r"adapt is 'heads' \(did you mean 'head'\?\)"),
+        ({"model": "conv"}, "model is 'conv' .*'conv4'.*; it must be one of 'conv4', 'resnet12'"),
         ({"ridge": 0}, "ridge is 0; it must be above 0"),
         ({"episodes": 1}, "episodes is 1; it must be at least 2"),
     ],

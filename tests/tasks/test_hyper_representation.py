@@ -48,7 +48,7 @@ def test_dropout_is_keyed_and_off_in_the_evaluation() -> None:
         ({"norm_penalty": -1.0}, "norm_penalty"),
         (
             {"model": "mpl"},
-            "model is 'mpl' (did you mean 'mlp'?); it must be one of 'mlp', 'cnn', 'resnet18'",
+            r"model is 'mpl' \(did you mean 'mlp'\?\); it must be one of 'mlp', 'cnn', 'resnet18'",
         ),
         ({"data": "breast-cancer", "model": "cnn"}, "model is 'cnn', which needs images"),
     ],

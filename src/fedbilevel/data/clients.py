@@ -220,7 +220,8 @@ def clients(
         validation: The rows that the upper level uses: the fraction of each client's rows (or
             groups), or, where certain rows are trusted, the name of a column of truth values, or
             one truth value per row.
-        test: The fraction of each client's rows (or groups) that no client gets.
+        test: The fraction of each client's rows (or groups) that no client gets, to judge on; where
+            rows are trusted, the fraction of these, because other targets may be wrong.
         missing: What happens to missing values in features: "refuse" them, "drop" the rows, or
             "impute" the mean, for categories one of their own. In `target`, `by` and `group` they
             are refused, or their rows dropped.
@@ -244,8 +245,9 @@ def clients(
         ['age', 'sex=f', 'sex=m']
     """
     rows_given = None if isinstance(validation, (int, float)) else validation
-    fraction = validation if rows_given is None else DEFAULT_VALIDATION
-    _check_dealing(by, count, test, fraction)
+    fraction = validation if rows_given is None else 0.0
+    _check_dealing(by, count)
+    _check_fractions(test, fraction, is_drawn=rows_given is None)
     inputs, table, target = _read(data, target)
     special = {"target": column_of(table, "target", target, "target")}
     for argument, given in (("by", by), ("group", group), ("validation", rows_given)):
@@ -314,13 +316,19 @@ def _numbers(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(numbers)
 
 
-def _check_dealing(by: object, count: int | None, test: float, validation: float) -> None:
+def _check_dealing(by: object, count: int | None) -> None:
     if (by is None) == (count is None):
         both = "neither of them is given" if by is None else "both are given"
         raise ValueError(f"by or count must say who the clients are; {both}")
-    if not 0 < checks.number("validation", validation) < 1:
+
+
+def _check_fractions(test: float, validation: float, is_drawn: bool) -> None:
+    """Check the fractions of rows for the test and, where these are drawn, for validation."""
+    if is_drawn and not 0 < checks.number("validation", validation) < 1:
         raise ValueError(f"validation is {validation}; it must be above 0 and below 1")
-    if not 0 <= checks.number("test", test) < 1 or test + validation >= 1:
+    if not 0 <= checks.number("test", test) < 1:
+        raise ValueError(f"test is {test}; it must be at least 0 and below 1")
+    if test + validation >= 1:
         raise ValueError(
             f"test is {test} and validation {validation}; together they must be below 1"
         )
@@ -420,31 +428,59 @@ def _split(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Split the rows of one client by group into training, validation and test rows."""
     _, groups = np.unique(own, return_inverse=True)
-    units = groups.max() + 1
-    what = "rows" if units == len(part) else "groups of rows"
-    role = np.zeros(units, dtype=np.int64)
-    validated = max(1, round(validation * units))
-    if trusted is not None:
-        validated = 0
-        role[groups[trusted]] = 1
-        if not np.array_equal(role[groups] == 1, trusted):
-            raise ValueError(
-                f"client {name!r} has a group with trusted rows and others; "
-                "validation must be the same for all rows of a group"
-            )
-        if not trusted.any():
-            raise ValueError(f"client {name!r} has no trusted rows; it needs at least 1")
-    free = np.flatnonzero(role == 0)
-    tested = max(1, round(test * units)) if test else 0
-    needed = 1 + min(validated, 1) + min(tested, 1)
-    if len(free) < needed:
-        if trusted is not None:
-            what += " that are not trusted"
-        raise ValueError(f"client {name!r} has {len(free)} {what}; it needs at least {needed}")
-    order = free[rng.permutation(len(free))]
-    tested = min(tested, len(free) - needed + 1)
-    validated = min(validated, len(free) - tested - 1)
-    role[order[:tested]] = 2
-    role[order[tested : tested + validated]] = 1
+    if trusted is None:
+        role = _drawn_roles(name, groups, validation, test, rng)
+    else:
+        role = _trusted_roles(name, groups, trusted, test, rng)
     roles = role[groups]
     return part[roles == 0], part[roles == 1], part[roles == 2]
+
+
+def _drawn_roles(
+    name: str, groups: NDArray[np.int64], validation: float, test: float, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Draw the role of each group: 0 for training, 1 for validation, 2 for the test."""
+    units = groups.max() + 1
+    tested = max(1, round(test * units)) if test else 0
+    needed = 2 + min(tested, 1)
+    if units < needed:
+        what = "rows" if units == len(groups) else "groups of rows"
+        raise ValueError(f"client {name!r} has {units} {what}; it needs at least {needed}")
+    order = rng.permutation(units)
+    tested = min(tested, units - needed + 1)
+    validated = min(max(1, round(validation * units)), units - tested - 1)
+    role = np.zeros(units, dtype=np.int64)
+    role[order[:tested]] = 2
+    role[order[tested : tested + validated]] = 1
+    return role
+
+
+def _trusted_roles(
+    name: str,
+    groups: NDArray[np.int64],
+    trusted: NDArray[np.bool_],
+    test: float,
+    rng: np.random.Generator,
+) -> NDArray[np.int64]:
+    """Give trusted groups to validation, but for those that are drawn for the test."""
+    role = np.zeros(groups.max() + 1, dtype=np.int64)
+    role[groups[trusted]] = 1
+    if not np.array_equal(role[groups] == 1, trusted):
+        raise ValueError(
+            f"client {name!r} has a group with trusted samples and others; "
+            "validation must be the same for all rows of a group"
+        )
+    known = np.flatnonzero(role)
+    what = "samples" if len(role) == len(groups) else "groups of samples"
+    needed = 2 if test else 1
+    if len(known) < needed:
+        raise ValueError(
+            f"client {name!r} has {len(known)} trusted {what}; it needs at least {needed}"
+        )
+    if len(known) == len(role):
+        raise ValueError(
+            f"client {name!r} has no {what} but trusted ones; it needs at least 1 to train on"
+        )
+    tested = min(max(1, round(test * len(known))), len(known) - 1) if test else 0
+    role[rng.permutation(known)[:tested]] = 2
+    return role

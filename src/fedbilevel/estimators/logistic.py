@@ -23,8 +23,8 @@ from fedbilevel.core.weighting import WEIGHTS, weighted
 from fedbilevel.data.clients import Clients, clients
 from fedbilevel.data.frames import Missing
 from fedbilevel.diagnostics.check import check
-from fedbilevel.estimators.linear_model import linear_model
 from fedbilevel.runs.solver import solve
+from fedbilevel.tasks.linear_model import held_out_metrics, linear_model
 
 Array = NDArray[np.float64]
 
@@ -43,6 +43,8 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         weigh_sites: Whether weights of the sites are learnt; otherwise all count the same.
         validation: The rows that the upper level uses: a fraction of each site's rows, or the
             column that says which are trusted; see `fb.clients`.
+        test: The fraction of each site's rows that is held out, of the trusted ones if `validation`
+            says which these are; `history_` has the loss and the accuracy on them.
         missing: What happens to missing values: "refuse", "drop" or "impute"; see `fb.clients`.
         rounds: The number of communication rounds.
         random_state: The seed of the split.
@@ -57,7 +59,8 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         site_weights_: The share of each site in the training loss, whatever its number of rows;
             they sum to 1.
         feature_names_: The name of each feature.
-        history_: The metrics of the run.
+        history_: The metrics of the run, one dict per evaluation; with `test`, the last one has
+            `test_loss` and `test_accuracy` of the fitted model.
 
     Examples:
         >>> import numpy as np
@@ -79,6 +82,7 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         group: str | None = None,
         weigh_sites: bool = True,
         validation: float | str = 0.25,
+        test: float = 0.0,
         missing: Missing = "refuse",
         rounds: int = 200,
         random_state: int = 0,
@@ -89,6 +93,7 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.group = group
         self.weigh_sites = weigh_sites
         self.validation = validation
+        self.test = test
         self.missing = missing
         self.rounds = rounds
         self.random_state = random_state
@@ -128,6 +133,7 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             features=self.features,
             group=self.group,
             validation=self.validation,
+            test=self.test,
             missing=self.missing,
             seed=self.random_state,
         )
@@ -156,6 +162,7 @@ class FederatedLogistic(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             data,
             algorithm,
             rounds=self.rounds,
+            evaluate=lambda x, y: held_out_metrics(federation, y),
             every=max(1, self.rounds // 20),
             progress=False,
         )

@@ -104,6 +104,11 @@ def read(experiment: str) -> tuple[str, Table]:
         ['simfbo', 'shrofbo', 'asfbo', 'la-asfbo']
     """
     path = Path(experiment)
+    if path.suffix in (".csv", ".parquet"):
+        raise ConfigError(
+            f"{path} is a table; an experiment is a TOML file that names it: "
+            f'task = {{ name = "table", path = "{path}", by = "...", target = "..." }}'
+        )
     if experiment in names():
         source = experiment
         text = (_library() / f"{experiment}.toml").read_text("utf-8")
@@ -118,9 +123,7 @@ def read(experiment: str) -> tuple[str, Table]:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        hint = ""
-        if path.suffix != ".toml":
-            hint = "; an experiment is a TOML file, and a table is read in Python, by fb.clients"
+        hint = "" if path.suffix == ".toml" else "; an experiment is a TOML file"
         raise ConfigError(f"{source}: {error}{hint}") from None
     expand_names(source, table)
     validate(source, table)

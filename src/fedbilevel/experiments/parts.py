@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args, get_type_hints
 
 from fedbilevel import algorithms, tasks
 from fedbilevel.algorithms import Algorithm
@@ -138,6 +138,18 @@ class TaskLoader:
                 "it must make a fedbilevel.tasks.Task"
             )
         return task
+
+    def files(self) -> list[str]:
+        """Return the arguments that name a file or a folder, by their annotation.
+
+        Nobody but who runs the experiment may have them opened.
+        """
+        hints = get_type_hints(self.function)
+        found = []
+        for name, value in self.arguments.items():
+            if value is not None and Path in (hints.get(name), *get_args(hints.get(name))):
+                found.append(name)
+        return found
 
     def tables(self) -> Table:
         """Return the tables `task` and, unless it is empty, `data`, with all arguments."""

@@ -16,6 +16,7 @@ B = TypeVar("B", bound=Callable[..., Any])
 # Name of a task: its module in this package, and the function of the same name in it. Modules are
 # imported on demand, because tasks import PyTorch and data sets, and these further libraries.
 _MODULES = {
+    "table": "table",
     "sites": "sites",
     "survival": "survival",
     "quadratic": "quadratic",

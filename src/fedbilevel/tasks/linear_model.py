@@ -59,16 +59,12 @@ def linear_model(clients: Clients) -> Problem:
         raise ValueError(
             "the inputs of these clients are no table; write the losses of an fb.Problem for them"
         )
-    has_classes = clients.classes is not None
     outputs = len(clients.classes or [None])
     low, high = (math.log(bound) for bound in PENALTY_BOUNDS)
 
     def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, target = batch
-        predicted = inputs @ y["weight"] + y["intercept"]
-        if has_classes:
-            return F.cross_entropy(predicted, target)
-        return 0.5 * ((predicted[:, 0] - target) ** 2).mean()
+        return _loss(_predict(y, inputs), target)
 
     def lower(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
         penalty = x["log_penalty"].exp() @ (y["weight"] ** 2).sum(1)
@@ -83,3 +79,42 @@ def linear_model(clients: Clients) -> Problem:
         y={"weight": torch.zeros(features, outputs), "intercept": torch.zeros(outputs)},
         project_x=lambda x: Tree(log_penalty=x["log_penalty"].clamp(low, high)),
     )
+
+
+def held_out_metrics(clients: Clients, y: Tree) -> dict[str, float]:
+    """Return the metrics of a linear model on the samples that no client has.
+
+    Args:
+        clients: What `fb.clients` made of a table.
+        y: The lower variables of `linear_model(clients)`.
+
+    Returns:
+        `test_loss`, the loss of the model, and of classes `test_accuracy`; nothing if no sample was
+        held out.
+
+    Examples:
+        >>> import fedbilevel as fb
+        >>> table = {"age": [50.0, 61, 44, 39] * 5, "ill": [1, 1, 0, 0] * 5}
+        >>> sites = fb.clients(table, count=2, target="ill", test=0.2)
+        >>> held_out_metrics(sites, fb.linear_model(sites).start[1])["test_accuracy"]
+        0.5
+    """
+    if clients.test is None:
+        return {}
+    inputs, target = clients.test
+    predicted = _predict(y.map(Tensor.cpu), inputs)
+    metrics = {"test_loss": float(_loss(predicted, target))}
+    if clients.classes is not None:
+        metrics["test_accuracy"] = float((predicted.argmax(1) == target).double().mean())
+    return metrics
+
+
+def _predict(y: Tree, inputs: Tensor) -> Tensor:
+    return inputs @ y["weight"] + y["intercept"]
+
+
+def _loss(predicted: Tensor, target: Tensor) -> Tensor:
+    """The cross-entropy of classes, or half the squared error of numbers."""
+    if target.is_floating_point():
+        return 0.5 * ((predicted[:, 0] - target) ** 2).mean()
+    return F.cross_entropy(predicted, target)
