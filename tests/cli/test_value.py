@@ -73,6 +73,16 @@ def test_nodes_give_the_values_of_the_simulation() -> None:
     assert real.errors == pytest.approx(simulated.errors, rel=1e-5)
 
 
+def test_nodes_are_not_sent_the_path_of_a_table(tmp_path: Path) -> None:
+    table = tmp_path / "clinics.csv"
+    table.write_text("age,clinic,ill\n" + "".join(f"{i},{i % 2},{i > 9}\n" for i in range(20)))
+    toml = tmp_path / "clinics.toml"
+    toml.write_text(f'task = {{ name = "table", path = "{table}", by = "clinic", target = "ill" }}')
+    for command in ("value", "run"):
+        refusal = error(command, toml, "--federation", "flower")
+        assert "task.path is a path, which nodes do not open" in refusal
+
+
 def test_the_demo_tells_the_truth_at_the_end(tmp_path: Path) -> None:
     printed = output("demo", "--out", tmp_path)
     task = fb.tasks.load("sites")

@@ -60,6 +60,16 @@ def test_rows_are_ranked_by_highest_target_then_cost_then_final_values() -> None
     assert labels_by_rank(losses) == ["b", "a"]
 
 
+def test_targets_are_on_the_way_where_no_run_comes_near_the_usual_ones() -> None:
+    runs = [
+        run_with(0, [0, 10, 20], [0.5, 0.6, 0.7], name="slow"),
+        run_with(0, [0, 10, 20], [0.5, 0.7, 0.7], name="fast"),
+    ]
+    assert labels_by_rank(runs) == ["fast", "slow"]
+    fast, _ = rank(table_rows(group_runs(runs)), "round")
+    assert [*fast.cost["round"]] == [0.6, 0.66, 0.68, 0.69, 0.698]
+
+
 def test_run_folders_are_ranked_along_an_axis(tmp_path: Path) -> None:
     write_comparison(tmp_path, algorithms=3, seeds=2)
     table = report.ranked([tmp_path], "bytes")

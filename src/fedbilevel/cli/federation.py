@@ -157,6 +157,7 @@ def serve(
         DeploymentError: A process has failed, or the run left no summary.
         KeyboardInterrupt: The user has asked twice to stop, and the iteration was given up.
     """
+    config.load_task.check_for_nodes()
     folder = folder.resolve()
     check_writable(folder, config.table, resume)
     monitor: RunMonitor | None = None
@@ -221,6 +222,7 @@ def value(
     Raises:
         DeploymentError: A process has failed.
     """
+    config.load_task.check_for_nodes()
     with Progress("value", 0, quiet=True) as progress, deployment:
         deployment.start_superlink()
         folder = deployment.folder / "value"
@@ -264,6 +266,7 @@ def simulate_on_ray(
         raise DeploymentError(
             "Ray is not installed; `pip install 'fedbilevel[ray]'` installs it"
         ) from None
+    config.load_task.check_for_nodes()
     folder = folder.resolve()
     check_writable(folder, config.table, resume)
     app = ServerApp()

@@ -151,6 +151,14 @@ class TaskLoader:
                 found.append(name)
         return found
 
+    def check_for_nodes(self) -> None:
+        """Refuse a task that names files, which nodes of a real federation do not open."""
+        for name in self.files():
+            raise ConfigError(
+                f"{self.source}: task.{name} is a path, which nodes do not open; "
+                "on a federation each client loads its own data, see --client-data of join"
+            )
+
     def tables(self) -> Table:
         """Return the tables `task` and, unless it is empty, `data`, with all arguments."""
         task = {"name": self.name}

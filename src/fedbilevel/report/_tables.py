@@ -10,7 +10,7 @@ import numpy as np
 from fedbilevel.report._axes import AXES, Spread, spread
 from fedbilevel.report._curves import Group, column, evaluated, judged_by
 from fedbilevel.runs.folder import RunFolder, Table
-from fedbilevel.runs.metric import Metric
+from fedbilevel.runs.metric import TEST_ACCURACY, Metric
 
 PHASE_COSTS = ("rounds", "bytes_up", "bytes_down", "samples", "gradients", "flops", "peak_bytes")
 CLIENT_COSTS = ("flops", "bytes_up", "bytes_down")
@@ -52,10 +52,16 @@ def table_rows(groups: Sequence[Group]) -> list[Row]:
     """Return a row of the ranked table per group, in the order of the groups."""
     runs = [run for group in groups for run in group.runs]
     metric = judged_by(runs)
-    if not metric.targets:
+    if not metric.targets or (metric == TEST_ACCURACY and not _is_ever_reached(metric, runs)):
         metric = replace(metric, targets=_chosen_targets(metric, groups))
     names = [metric.name, "upper_loss", "test_accuracy", *evaluated(runs)]
     return [_table_row(group, metric, list(dict.fromkeys(names))) for group in groups]
+
+
+def _is_ever_reached(metric: Metric, runs: Iterable[RunFolder]) -> bool:
+    """Whether some run reaches the easiest target of a metric at some time."""
+    best = metric.best(value for run in runs for value in column(run, metric.name))
+    return best is not None and metric.is_reached(best, metric.targets[0])
 
 
 def _chosen_targets(metric: Metric, groups: Iterable[Group]) -> list[float]:

@@ -69,6 +69,14 @@ def test_a_run_that_cannot_start_is_reported_in_one_line(tmp_path: Path) -> None
     assert "\n" not in str(report["error"])
 
 
+def test_a_task_that_names_a_file_is_refused(tmp_path: Path) -> None:
+    experiment = tmp_path / "table.toml"
+    task = {"name": "table", "path": "a.csv", "by": "site", "target": "ill"}
+    experiment.write_text(tomli_w.dumps({"task": task}))
+    report = run_server(tmp_path, experiment=str(experiment))
+    assert "task.path is a path, which nodes do not open" in str(report["error"])
+
+
 def test_without_a_report_a_failure_is_raised(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"nowhere\.toml"):
         run_server(tmp_path, experiment="nowhere.toml", report="")

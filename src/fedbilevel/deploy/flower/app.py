@@ -126,6 +126,7 @@ def _build(grid: Grid, run_config: Mapping[str, object]) -> tuple[Config, Task, 
     patch_flower_pull_backoff()
     place, table = configs.read(str(run_config["experiment"]))
     config = configs.resolve(place, table)
+    config.load_task.check_for_nodes()
     experiment = config.experiment
     data_dir = None
     if run_config["data-dir"]:

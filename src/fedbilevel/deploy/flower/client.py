@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast, get_args, get_type_hints
+from typing import TypeVar, cast
 
 import platformdirs
 import torch
@@ -49,7 +49,7 @@ from fedbilevel.execution.client_memory import personal_values
 from fedbilevel.execution.losses import ClientLosses
 from fedbilevel.execution.reference import ReferenceExecutor
 from fedbilevel.experiments import config as configs
-from fedbilevel.experiments.parts import TaskLoader, import_function
+from fedbilevel.experiments.parts import import_function
 from fedbilevel.experiments.runner import load_task
 from fedbilevel.federation.environment import SIMULATED
 from fedbilevel.federation.kinds import Kind, client_kinds, templates
@@ -404,20 +404,12 @@ def _load(
         import_function("task", task)
     with _blame_message():
         config = configs.resolve("the server's experiment", json.loads(table), overrides=overrides)
-        _check_paths(config.load_task)
+    for name in config.load_task.files():
+        raise WireError(f"task.{name} is a path; this node opens none that it was sent")
     folder = None
     if data_dir:
         folder = Path(data_dir)
     return config, load_task(config, folder)
-
-
-def _check_paths(loader: TaskLoader) -> None:
-    """Refuse settings of a task that name a file or a folder of the machine that loads it."""
-    hints = get_type_hints(loader.function)
-    for name, value in loader.arguments.items():
-        hint = hints.get(name)
-        if value is not None and Path in (hint, *get_args(hint)):
-            raise WireError(f"task.{name} is a path; this node opens none that it was sent")
 
 
 def _to_device(values: T, device: str) -> T:
