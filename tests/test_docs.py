@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ import fedbilevel as fb
 from fedbilevel.cli.app import app
 from fedbilevel.core.settings import declared_settings
 from fedbilevel.experiments import config as experiments
+from fedbilevel.experiments.schema import expand_names, validate
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -204,3 +206,20 @@ def test_every_decision_has_a_number_of_its_own_and_is_listed() -> None:
         assert sorted(listed) == sorted(headings), page.name
     assert len(set(numbers)) == len(numbers), "two decisions share a number"
     assert f"The next free number is {max(numbers) + 1}." in index
+
+
+def toml_listings(page: Path) -> list[str]:
+    text = page.read_text("utf-8")
+    return re.findall(r"^```toml\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if toml_listings(page)], ids=relative)
+def test_experiments_in_listings_fit_the_schema(page: Path) -> None:
+    for listing in toml_listings(page):
+        table = tomllib.loads(listing)
+        expand_names(page.name, table)
+        validate(page.name, table)
+        name = table.get("task", {}).get("name", "quadratic")
+        if ":" not in name:
+            options = {setting.name for setting in declared_settings(fb.tasks.get(name))}
+            assert {*table.get("task", {})} <= options | {"name"}

@@ -1,4 +1,4 @@
-"""How much of the gap weights of sites can close from 400 trusted records, and what limits them.
+"""How much of the gap weights of sites can close from 400 trusted samples, and what limits them.
 
 The model is a logistic regression: Newton's method solves the lower level, and projected gradients
 find the best weights, to rounding. SimFBO's error is thereby told from that of 400 records.
@@ -6,7 +6,7 @@ find the best weights, to rounding. SimFBO's error is thereby told from that of 
     python docs/results/sites-limits.py     # writes sites-limits.csv beside this file
 
 Of each seed, the part of the gap between FedAvg and clean labels that weights close on people of
-the test, after the refit to the trusted people. "best on test people" looks at those: a bound, not
+the test, after the refit to the trusted samples. "best on test people" looks at those: a bound, not
 a method.
 """
 

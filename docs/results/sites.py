@@ -1,6 +1,6 @@
 """Ten seeds of the task `sites`: who is bad, and what learnt weights win back.
 
-Values alone, from 3,000 trusted records, on thirty seeds more: six sites are few for a correlation.
+Values alone, from 3,000 trusted samples, on thirty seeds more: six sites are few for a correlation.
 
     python docs/results/sites.py     # writes sites.csv beside this file, prints a summary
 
@@ -27,7 +27,7 @@ TRUSTED = (0.15, 0.02)  # of the people: about 3,000 and 400 records
 STEPS = {"lr_y": 2.0, "lr_z": 2.0, "server_lr_y": 2.0, "server_lr_z": 2.0}
 METHOD = fb.algorithms.SimFBO(lr_x=0.3, server_lr_x=0.3, **STEPS)
 ROUNDS = 200
-ALL, ALONE, CLEAN = "FedAvg, all sites", "trusted people alone", "FedAvg, clean"
+ALL, ALONE, CLEAN = "FedAvg, all sites", "trusted samples alone", "FedAvg, clean"
 
 
 def row(seed: int, trusted: float, learn: bool) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """The counts over seeds."""
     first = rows[0]
     lines = [
-        f"{first['trusted']:.0%} of the people trusted, about {first['trusted_rows']} records",
+        f"{first['trusted']:.0%} of the people trusted, about {first['trusted_rows']} samples",
         f"  both bad sites lowest in {sum(r['bad_lowest'] for r in rows)} of {len(rows)} seeds",
         f"  a good site flagged in {sum(r['good_flagged'] > 0 for r in rows)}",
         f"  bad sites flagged: {sum(r['bad_flagged'] for r in rows)} of {2 * len(rows)}",

@@ -91,5 +91,5 @@ def test_the_demo_tells_the_truth_at_the_end(tmp_path: Path) -> None:
     assert (tmp_path / "sites.png").stat().st_size > 10_000
     page = (tmp_path / "sites.html").read_text()
     assert "<svg" in page
-    for name in ("FedAvg, all sites", "trusted people alone", "learnt weights", "FedAvg, clean"):
+    for name in ("FedAvg, all sites", "trusted samples alone", "learnt weights", "FedAvg, clean"):
         assert name in printed

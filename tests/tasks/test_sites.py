@@ -80,7 +80,7 @@ def test_learnt_weights_find_the_bad_sites_and_beat_both_baselines() -> None:
     last = result.history[-1]
     assert last["weight_of_bad"] < 0.25
     refitted = task.evaluate(result.x, task.refit(result.x))
-    for name in ("FedAvg, all sites", "trusted people alone"):
+    for name in ("FedAvg, all sites", "trusted samples alone"):
         y = fb.solve_lower(task.plain, task.baselines[name], task.plain.x, weights="samples")
         assert refitted["test_loss"] < task.evaluate(task.plain.x, y)["test_loss"]
 

@@ -53,7 +53,7 @@ def demo(
     records = sum(client.size("train") for client in task.clients)
     trusted = sum(client.size("val") for client in task.clients)
     say(f"Six sites, {records:,} records of people, did they see a physician? At two sites, 40% of")
-    say(f"the answers are flipped. {trusted:,} other records can be trusted. Which sites are bad?")
+    say(f"the answers are flipped. {trusted:,} other samples are trusted. Which sites are bad?")
     say()
     result = value(
         task.problem, task.clients, weights="samples", groups=task.groups, names=task.names
@@ -97,18 +97,18 @@ def demo(
     won = (losses[everyone] - losses["learnt weights"]) / gap
     sentence = (
         f"Bad labels cost FedAvg {gap:.4f}; learnt weights (SimFBO) win back {won:.0%} of it. Each "
-        "of these models, in the end, is fitted to the trusted records too."
+        "of these models, in the end, is fitted to the trusted samples too."
     )
     say(sentence)
     result.save_figure(out / PICTURE, losses)
     notes = (
         f"Data: RAND Health Insurance Experiment, six sites, {records:,} training records; "
-        f"at {bad}, 40% of the answers are flipped. {trusted:,} records of other people are "
+        f"at {bad}, 40% of the answers are flipped. {trusted:,} samples of other people are "
         "trusted.\n\n"
         f"{sentence}\n\nLearnt weights: {shown}.\n\n"
-        "The value of a site is how much the loss on trusted people would rise without it, to "
-        "first order. The intervals are by bootstrap over trusted people and hold for all sites "
-        "together."
+        "The value of a site is how much the loss on trusted samples would rise without it, to "
+        "first order. The intervals are by bootstrap over the people of the trusted samples, and "
+        "hold for all sites together."
     )
     write_value_page("Which of my partners help?", result, out / PAGE, losses, notes)
     say(f"page: {out / PAGE} ({time.monotonic() - began:.0f} s)")

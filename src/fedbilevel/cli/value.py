@@ -30,7 +30,7 @@ def value(
             help="Entry of the validation data that numbers people; by default, the task's."
         ),
     ] = None,
-    resamples: Annotated[int, typer.Option(min=2, help="Resamples of the trusted people.")] = 400,
+    resamples: Annotated[int, typer.Option(min=2, help="Resamples of the trusted samples.")] = 400,
     level: Annotated[
         float, typer.Option(help="Probability that all intervals together cover.")
     ] = 0.95,
@@ -49,8 +49,8 @@ def value(
 ) -> None:
     """Show what the data of each client are worth.
 
-    The trusted people are the validation data. A value is how much the loss on them would rise
-    without the client, to first order, with an interval by bootstrap over the trusted people.
+    The trusted samples are the validation data. A value is how much the loss on them would rise
+    without the client, to first order, with an interval by bootstrap over the trusted samples.
     """
     checks.one_of("federation", federation, ("simulated", "flower"))
     if figure is not None and figure.suffix not in (".pdf", ".png", ".svg"):

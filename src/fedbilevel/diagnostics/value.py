@@ -1,4 +1,4 @@
-"""`fb.value`: what each client is worth to the trusted people, with intervals.
+"""`fb.value`: what each client is worth to the trusted samples, with intervals.
 
 At y*(x), with z the solution of [d2yy G] z = grad_y F, the value of client i is
 
@@ -56,7 +56,7 @@ class Value:
         names: The name of each client.
         values: The value of each client: how much the upper loss would rise without it, to first
             order. Below 0, the client does harm.
-        errors: The standard error of each value, over resamples of the trusted people.
+        errors: The standard error of each value, over resamples of the trusted samples.
         low: The lower end of each interval.
         high: The upper end of each interval.
         level: The probability that all intervals together cover.
@@ -205,14 +205,14 @@ def value(
     federation: Federation | None = None,
     seed: int = 0,
 ) -> Value:
-    """What each client is worth to the trusted people, by one hypergradient.
+    """What each client is worth to the trusted samples, by one hypergradient.
 
-    The trusted people are the validation data of all clients. Client i has the value
+    The trusted samples are the validation data of all clients. Client i has the value
 
         v_i = p_i <grad_y g_i, z>   at y*(x), with [d2yy G] z = grad_y F:
 
     how much the upper loss would rise without the client, to first order. Intervals are those of
-    the normal distribution with standard errors of the Bayesian bootstrap over the trusted people,
+    the normal distribution with standard errors of the Bayesian bootstrap over the trusted samples,
     for all clients together (Bonferroni). Training data are taken as they are.
 
     Args:
@@ -221,13 +221,13 @@ def value(
         clients: The data of each client; None with a federation, which has them.
         x: The upper variables; by default those at which the problem starts.
         weights: The weights p_i: "uniform", "samples" or one number per client.
-        groups: Which validation samples are of one person and resampled together: the entry of the
+        groups: Which trusted samples are of one person and resampled together: the entry of the
             validation data, which are then dicts of tensors, that numbers people; or, in a
             simulation, one tensor per client with a number per sample. By default the groups that
             `fb.clients` was given, else every sample is a person.
         names: The name of each client; by default that which `fb.clients` gave it, else "client 0",
             "client 1", ...
-        resamples: How many resamples of the trusted people are drawn.
+        resamples: How many resamples of the trusted samples are drawn.
         level: The probability that all intervals together cover.
         leave_one_out: Whether to solve the lower level once more without each client, as a check.
         samples: Whether to value every training sample too; in a simulation only.
@@ -249,7 +249,7 @@ def value(
         "The Bayesian bootstrap", 1981.
 
     Examples:
-        Three clients report the mean of the trusted people, and a fourth reports something else:
+        Three clients report the mean of the trusted samples, and a fourth reports something else:
 
         >>> import torch
         >>> import fedbilevel as fb

@@ -54,7 +54,7 @@ class LowerSystem(Phase):
 
 
 class TrustedGradients(Phase):
-    """grad_y f_i on all trusted people, and on resamples of them.
+    """grad_y f_i on all trusted samples, and on resamples of them.
 
     A resample is one of the Bayesian bootstrap: every person has a weight drawn from an exponential
     distribution, and f_i is the weighted mean.
@@ -140,7 +140,7 @@ class Worth(Phase):
 
 
 class UpperLoss(Phase):
-    """f_i(x, y) on all trusted people."""
+    """f_i(x, y) on all trusted samples."""
 
     name = "upper-loss"
     batch: ClassVar[Sides] = "val"

@@ -1,9 +1,9 @@
-"""Sites of unequal quality: learn how much each site counts, from a few people who can be trusted.
+"""Sites of unequal quality: learn how much each site counts, from a few trusted samples.
 
 lower: log loss of a logistic regression on the training records of the sites, weighted by site,
     + exp(log_ridge)/2 ||y||^2,
-upper: log loss on the records of trusted people, whose answers were checked, and a penalty on
-    weights far from equal (`shrinkage`).
+upper: log loss on the trusted samples, the unspoiled records of a few people of each site, and a
+    penalty on weights far from equal (`shrinkage`).
 
 The upper variables are one weight per site (`fb.weighted`) and the ridge coefficient. The data are
 those of the RAND Health Insurance Experiment, at six real sites; the answers of some sites are
@@ -46,8 +46,8 @@ class Sites(Task):
         groups: The entry of the validation data that numbers people, for `fb.value`.
         plain: The same problem without weights of clients.
         baselines: For each baseline the clients whose training data it is fitted to, for `plain`:
-            "FedAvg, all sites" (spoiled records and trusted people), "trusted people alone" and
-            "FedAvg, clean" (no record is spoiled, and trusted people).
+            "FedAvg, all sites" (spoiled records and trusted samples), "trusted samples alone" and
+            "FedAvg, clean" (no record is spoiled, and trusted samples).
         test: The records of the test people.
     """
 
@@ -59,9 +59,9 @@ class Sites(Task):
     test: dict[str, Tensor]
 
     def refit(self, x: Tree) -> Tree:
-        """Fit y to the records of the sites, weighted as in x, and to the trusted people.
+        """Fit y to the records of the sites, weighted as in x, and to the trusted samples.
 
-        Trusted people who have told the weights are training data like others, as validation data
+        Trusted samples that have told the weights are training data like others, as validation data
         are once a model is selected. Each of their records counts like one of an average site.
 
         Args:
@@ -70,7 +70,7 @@ class Sites(Task):
         Returns:
             y.
         """
-        trusted = self.baselines["trusted people alone"]
+        trusted = self.baselines["trusted samples alone"]
         fitted = [*self.clients, *trusted]
         sizes = [client.size("train") for client in fitted]
         scales = [*(len(trusted) * x[WEIGHTS]).tolist(), *[1.0] * len(trusted)]
@@ -100,10 +100,10 @@ def sites(
         noise: The probability that the answer of a training record of a bad site is flipped.
         shift: How many standard deviations are added to every feature of a bad site.
         keep: The fraction of the training people that a bad site keeps.
-        trusted: The fraction of the people of each site who are trusted: 0.02 are about 400
-            records, 0.06 about 1,200, 0.15 about 3,000.
+        trusted: The fraction of the people of each site whose records are the trusted samples:
+            0.02 are about 400 samples, 0.06 about 1,200, 0.15 about 3,000.
         shrinkage: How strongly weights are kept near 1/6; see `fb.weighted`. None: 0.4 over the
-            root of the number of trusted records, because the noise of the upper loss falls so.
+            root of the number of trusted samples, because the noise of the upper loss falls so.
         seed: The seed of the split, of the bad sites and of the flips.
 
     Returns:
@@ -156,13 +156,13 @@ def sites(
         spoiled = _side(moved, reported, kept & here)
         clean = _side(features, labels, torch.from_numpy(train) & here)
         checked = _side(features, labels, torch.from_numpy(val) & here)
-        trusted_people = {**checked, "person": person[torch.from_numpy(val) & here]}
-        clients.append(ClientData(train=spoiled, val=trusted_people))
+        trusted_samples = {**checked, "person": person[torch.from_numpy(val) & here]}
+        clients.append(ClientData(train=spoiled, val=trusted_samples))
         for name, parts in zip(
             BASELINES, ((spoiled, checked), (checked,), (clean, checked)), strict=True
         ):
             joined = {key: torch.cat([part[key] for part in parts]) for key in checked}
-            baselines[name].append(ClientData(train=joined, val=trusted_people))
+            baselines[name].append(ClientData(train=joined, val=trusted_samples))
 
     def upper(x: Tree, y: Tree, batch: dict[str, Tensor]) -> Tensor:
         logits = batch["features"] @ y["weight"] + y["bias"]
@@ -214,7 +214,7 @@ def sites(
     )
 
 
-BASELINES = ("FedAvg, all sites", "trusted people alone", "FedAvg, clean")
+BASELINES = ("FedAvg, all sites", "trusted samples alone", "FedAvg, clean")
 
 
 def _side(features: Tensor, labels: Tensor, chosen: Tensor) -> dict[str, Tensor]:

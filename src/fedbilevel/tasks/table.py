@@ -67,7 +67,7 @@ def table(
             numbers with a decimal point are numbers.
         validation: The rows that the upper level uses: the fraction of each site's rows, or, where
             certain rows are trusted, the column of truth values that says which.
-        test: The fraction of each site's rows (of its trusted rows, if there are) to judge on.
+        test: The fraction of each site's rows (of its trusted samples, if there are) to judge on.
         features: The columns that become features; by default all others.
         group: The column of what rows belong together, such as the person.
         missing: What happens to missing values: "refuse", "drop" or "impute"; see `fb.clients`.
