@@ -1,5 +1,6 @@
 """Run folders: how they are found and read; damaged files are named."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,25 @@ def test_damaged_files_are_named(tmp_path: Path, file: str, text: str, message: 
     path = write_run(tmp_path / "run", "fedbio", 0)
     (path / file).write_text(text)
     with pytest.raises(ValueError, match=message):
+        folder.read(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("ledger", [1]),
+        ("ledger", {"descend": None}),
+        ("client_metrics", {"rmse": 1.0}),
+        ("clients", "all"),
+        ("clients", [{"clients": 4, "peak_bytes": 8.0}]),
+        ("metric", {"name": "rmse"}),
+    ],
+)
+def test_a_damaged_part_of_a_summary_is_named(tmp_path: Path, part: str, value: object) -> None:
+    path = write_run(tmp_path / "run", "fedbio", 0)
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps({**summary, part: value}))
+    with pytest.raises(ValueError, match=rf"summary\.json is damaged in '{part}'"):
         folder.read(path)
 
 

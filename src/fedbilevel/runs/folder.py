@@ -27,6 +27,7 @@ PREVIOUS_CHECKPOINT = "checkpoint/previous.safetensors"
 EXTENSIBLE = ("rounds", "stop", "title", "metric", "code")  # what may differ when a run is resumed
 
 SUMMARY_PARTS = ("ledger", "final_test_accuracy")  # what reports and searches need
+GROUP_PARTS = {"clients", "bytes_up", "bytes_down", "flops", "peak_bytes"}  # of a group of clients
 
 Table = dict[str, Any]  # as TOML and JSON hold it
 
@@ -234,7 +235,27 @@ def _read_summary(file: Path, record: Table | None) -> Table | None:
     for part in SUMMARY_PARTS:
         if part not in summary:
             raise ValueError(f"{file} lacks {part!r}; --resume writes a new summary")
+    if damaged := _damaged_part(summary):
+        raise ValueError(f"{file} is damaged in {damaged!r}; --resume writes a new summary")
     return summary
+
+
+def _damaged_part(summary: Table) -> str:
+    """Return the name of a part that no run has written so; empty if there is none."""
+    for part in ("ledger", "client_metrics"):
+        tables = summary.get(part, {})  # older runs have no client_metrics, nor clients
+        if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
+            return part
+    groups = summary.get("clients", [])
+    if not isinstance(groups, list):
+        return "clients"
+    for group in groups:
+        if not isinstance(group, dict) or not group.keys() >= GROUP_PARTS:
+            return "clients"
+    metric = summary.get("metric", {"final": None})
+    if not isinstance(metric, dict) or "final" not in metric:
+        return "metric"
+    return ""
 
 
 # The record in a checkpoint.
