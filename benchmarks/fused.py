@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 import fedbilevel as fb
 from benchmarks.measure import Row, describe, seconds
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import fold_in, normal, root
 from fedbilevel.core.tree import Tree, dot
 from fedbilevel.execution.stacked._trace import trace

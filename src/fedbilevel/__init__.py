@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from fedbilevel import tasks as tasks
     from fedbilevel.core import linear as linear
     from fedbilevel.core import schedules as schedules
+    from fedbilevel.core.client_data import Batch as Batch
+    from fedbilevel.core.client_data import ClientData as ClientData
     from fedbilevel.core.hypergradient import finite_difference as finite_difference
     from fedbilevel.core.hypergradient import hypergradient as hypergradient
     from fedbilevel.core.hypergradient import solve_lower as solve_lower
     from fedbilevel.core.modules import split_module as split_module
-    from fedbilevel.core.problem import Batch as Batch
-    from fedbilevel.core.problem import ClientData as ClientData
     from fedbilevel.core.problem import Problem as Problem
     from fedbilevel.core.process import configure_process as configure_process
     from fedbilevel.core.tree import Tree as Tree
@@ -60,8 +60,8 @@ __version__ = "0.1.0"
 
 # The home of each public name: "module", or "module:attribute". It must match the imports above.
 _HOMES = {
-    "Batch": "core.problem:Batch",
-    "ClientData": "core.problem:ClientData",
+    "Batch": "core.client_data:Batch",
+    "ClientData": "core.client_data:ClientData",
     "Environment": "federation.environment:Environment",
     "FederatedLogistic": "estimators.logistic:FederatedLogistic",
     "Interrupted": "runs.solver:Interrupted",

@@ -12,8 +12,8 @@ from torch import Tensor
 import fedbilevel as fb
 from fedbilevel.algorithms.rabo import RABO, RAFBO, GlobalDirections
 from fedbilevel.algorithms.shared import LocalHypergradient
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import fold_in, root
 from fedbilevel.core.tree import Tree, dot, flatten, norm
 from fedbilevel.runs.run import Run

@@ -14,8 +14,8 @@ from torch import Tensor
 import fedbilevel as fb
 from fedbilevel.algorithms import AFL, RABO, LFedNest, LocalBSGM, shared, shared_hypergradients
 from fedbilevel.algorithms.shared import LocalHypergradient
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch
 from fedbilevel.core.tree import Tree
 from fedbilevel.runs.run import Run
 from tests.support.cases import client_means, hypergradient, neumann, upper_gradient_y

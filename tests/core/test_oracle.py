@@ -12,9 +12,10 @@ from torch.func import vmap
 from torch.nn.functional import softplus
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.modules import split_module
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, normal, root, uniform
 from fedbilevel.core.tree import Tree, dot, flatten, norm, unflatten
 from fedbilevel.nets import Dropout, randomness, seeded

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fedbilevel.core.oracle import EmbeddedBatch, Oracle
-from fedbilevel.core.problem import Batch
+from fedbilevel.core.client_data import Batch
+from fedbilevel.core.embedding import EmbeddedBatch
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.tree import Tree, norm
 from tests.support.embedded_net import embedded_net
 

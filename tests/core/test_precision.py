@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fedbilevel as fb
-from fedbilevel.core.oracle import FeatureBatch, Oracle
+from fedbilevel.core.client_data import Batch
+from fedbilevel.core.embedding import FeatureBatch
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.precision import PRECISIONS, Precision, products_in
-from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import normal, root
 from fedbilevel.core.tree import Tree, flatten, norm
 from fedbilevel.runs.run import Run

@@ -12,14 +12,8 @@ from torch import nn
 
 from fedbilevel import Environment, Problem, Tree, solve
 from fedbilevel.algorithms import SimFBO
+from fedbilevel.core.client_data import Batch, ClientData, client_weights, named_tensors, repack
 from fedbilevel.core.modules import split_module
-from fedbilevel.core.problem import (
-    Batch,
-    ClientData,
-    client_weights,
-    named_tensors,
-    repack,
-)
 from fedbilevel.core.rng import root, uniform
 from fedbilevel.nets import seeded
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import fedbilevel as fb
 from fedbilevel import nets
-from fedbilevel.core.problem import Batch
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.rng import root
 from fedbilevel.core.tree import Tree, dot
 

@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from fedbilevel import algorithms
-from fedbilevel.core.problem import ClientData
+from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.tree import Tree
 from fedbilevel.deploy.flower import _members, _replies, client, transport
 from fedbilevel.deploy.flower.wire import decode, encode, seal, token_of

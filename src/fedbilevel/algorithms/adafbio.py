@@ -17,8 +17,9 @@ from fedbilevel.algorithms.localbsg import Begin, Point, displacements
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import storm
 from fedbilevel.algorithms.shared_hypergradients import TruncatedHypergradient
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Decay, Fraction, Positive, at_least
 from fedbilevel.core.tree import Tree, norm, zeros_like

@@ -22,9 +22,10 @@ from fedbilevel.algorithms.shared_asynchronous import (
     to_double,
 )
 from fedbilevel.algorithms.simfbo import DescendMean
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.linear import neumann_sum, random_product
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, NonNegative, Positive
 from fedbilevel.core.tree import Tree, project, zeros_like

@@ -17,8 +17,9 @@ from fedbilevel.algorithms.shared import (
     UpperGradientY,
     UpperRound,
 )
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive, StepsOrEpochs
 from fedbilevel.core.tree import Tree, zeros_like

@@ -13,8 +13,9 @@ from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.fedavg import gradients_of
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared_personal import Local, PersonalModel, State
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import NonNegative
 from fedbilevel.federation import Federation

@@ -11,8 +11,9 @@ import torch
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import Evaluation
 from fedbilevel.algorithms.shared_gossip import Gossip, State, everywhere
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Fraction, Positive
 from fedbilevel.core.tree import Tree, flatten, unflatten

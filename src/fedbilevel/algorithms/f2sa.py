@@ -9,8 +9,9 @@ from typing import ClassVar, NamedTuple
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import Evaluation
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count
 from fedbilevel.core.tree import Tree

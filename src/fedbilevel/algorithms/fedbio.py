@@ -13,8 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 from fedbilevel.algorithms.base import Algorithm, ClientLevels
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import storm
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Directions, Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Fraction, Positive
 from fedbilevel.core.tree import Tree, project, zeros_like

@@ -15,8 +15,9 @@ from fedbilevel.algorithms.shared import (
 )
 from fedbilevel.algorithms.shared_episodes import Episodes, descend_lower
 from fedbilevel.algorithms.shared_hypergradients import random_hypergradient
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree

@@ -22,9 +22,10 @@ from fedbilevel.algorithms.shared import (
     UpperRound,
 )
 from fedbilevel.algorithms.shared_hypergradients import HypergradientBatch, OwnHypergradient
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.linear import neumann_sum, random_product
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive, StepsOrEpochs

@@ -14,9 +14,10 @@ from torch import Tensor
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared_episodes import Episodes
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.derivatives import grad
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from fedbilevel.algorithms.memfbo import Local, MemFBO, PenaltyDescend
 from fedbilevel.algorithms.registry import register
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle, PenaltyDirections
-from fedbilevel.core.problem import Batch
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Positive
 

@@ -12,8 +12,9 @@ from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared_adam import Moments
 from fedbilevel.algorithms.shared_asynchronous import NO_REPLIES, LatestReplies, LatestTuple
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle, PenaltyDirections
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.tree import Tree, zeros_like
 from fedbilevel.federation import Federation

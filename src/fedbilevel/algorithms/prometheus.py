@@ -10,8 +10,8 @@ from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import Evaluation
 from fedbilevel.algorithms.shared_gossip import Gossip, State, everywhere
 from fedbilevel.algorithms.shared_hypergradients import OwnHypergradient
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Fraction, Positive
 from fedbilevel.core.tree import Tree

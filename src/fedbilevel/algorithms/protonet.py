@@ -14,8 +14,9 @@ from torch import Tensor
 from fedbilevel.algorithms.base import Algorithm
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared_episodes import Episodes
+from fedbilevel.core.client_data import Batch, Data
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Data, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation

@@ -15,9 +15,11 @@ from fedbilevel.algorithms.shared import Evaluation, LocalHypergradient, LowerRo
 from fedbilevel.algorithms.shared_episodes import Episodes, descend_lower
 from fedbilevel.algorithms.shared_hypergradients import HypergradientBatch, OwnHypergradient
 from fedbilevel.algorithms.shared_submodels import Policy, assign_submodels, check_policy
+from fedbilevel.core.client_data import Batch
+from fedbilevel.core.embedding import AnyBatch, EmbeddedBatch
 from fedbilevel.core.linear import directional
-from fedbilevel.core.oracle import AnyBatch, EmbeddedBatch, Oracle
-from fedbilevel.core.problem import Batch, Problem
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, normal
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive, StepsOrEpochs, at_least, parse_epochs

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from fedbilevel.algorithms.shared_hypergradients import OwnHypergradient
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Directions, Oracle
-from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.settings import NonNegative
 from fedbilevel.core.tree import Tree

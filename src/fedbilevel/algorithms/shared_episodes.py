@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.core.oracle import AnyBatch, Oracle
-from fedbilevel.core.problem import Batch
+from fedbilevel.core.client_data import Batch
+from fedbilevel.core.embedding import AnyBatch
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation.phase import Message, Phase, Steps
 

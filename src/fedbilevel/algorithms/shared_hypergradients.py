@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from fedbilevel.core.client_data import Batch
+from fedbilevel.core.embedding import AnyBatch
 from fedbilevel.core.linear import conjugate_gradients, neumann_sum
-from fedbilevel.core.oracle import AnyBatch, Oracle
-from fedbilevel.core.problem import Batch
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.rng import fold_in, integers
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree

@@ -13,7 +13,7 @@ from fedbilevel.cli import options
 
 if TYPE_CHECKING:
     from fedbilevel.algorithms import Algorithm
-    from fedbilevel.core.problem import ClientData
+    from fedbilevel.core.client_data import ClientData
     from fedbilevel.tasks.sites import Sites
 
 PAGE = "sites.html"

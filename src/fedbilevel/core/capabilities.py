@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.client_data import Batch, ClientData, Data, named_tensors, repack
 from fedbilevel.core.derivatives import vmap
 from fedbilevel.core.oracle import Directions, Oracle
 from fedbilevel.core.precision import DERIVATIVES
-from fedbilevel.core.problem import Batch, ClientData, Data, Problem, named_tensors, repack
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
 
 SAMPLES = 2  # of each side, unless they make an episode

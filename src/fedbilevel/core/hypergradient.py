@@ -23,10 +23,11 @@ from torch.func import jacrev
 
 from fedbilevel.core import checks
 from fedbilevel.core.capabilities import find_capabilities
+from fedbilevel.core.client_data import Batch, ClientData, client_weights
 from fedbilevel.core.derivatives import grad
 from fedbilevel.core.linear import CG, MatVec, Solution, Solver, UnsolvedError
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, ClientData, Problem, client_weights
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import normal, root
 from fedbilevel.core.spectrum import extreme_eigenvalues
 from fedbilevel.core.tree import Tree, dot, flatten, norm, unflatten

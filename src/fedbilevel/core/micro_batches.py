@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.problem import Batch, Data, named_tensors, repack
+from fedbilevel.core.client_data import Batch, Data, named_tensors, repack
 from fedbilevel.core.rng import fold_in
 
 Method = TypeVar("Method", bound=Callable[..., Any])

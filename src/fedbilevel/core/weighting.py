@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel.core import checks
-from fedbilevel.core.problem import ClientData, Data, Problem
+from fedbilevel.core.client_data import ClientData, Data
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
 
 WEIGHTS = "client_weights"  # the name of the weights in x

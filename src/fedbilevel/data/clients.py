@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbilevel.core import checks
+from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.markup import html_table
-from fedbilevel.core.problem import ClientData
 from fedbilevel.data import partition as partitions
 from fedbilevel.data.frames import (
     Columns,

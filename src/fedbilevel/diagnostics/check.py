@@ -16,10 +16,12 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core import checks
 from fedbilevel.core.capabilities import find_capabilities
+from fedbilevel.core.client_data import Batch, ClientData, client_weights
+from fedbilevel.core.embedding import AnyBatch
 from fedbilevel.core.hypergradient import line_search
 from fedbilevel.core.linear import CG, MatVec
-from fedbilevel.core.oracle import AnyBatch, Oracle
-from fedbilevel.core.problem import Batch, ClientData, Problem, client_weights
+from fedbilevel.core.oracle import Oracle
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.spectrum import extreme_eigenvalues
 from fedbilevel.core.tree import Tree, dot, flatten, norm, zeros_like
 from fedbilevel.diagnostics import soundness

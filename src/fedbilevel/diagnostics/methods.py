@@ -21,7 +21,8 @@ from fedbilevel import algorithms
 from fedbilevel.algorithms import Algorithm, registry
 from fedbilevel.core import checks
 from fedbilevel.core.capabilities import find_capabilities
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.client_data import ClientData
+from fedbilevel.core.problem import Problem
 from fedbilevel.diagnostics.advice import ADVISED, Report, Settings
 from fedbilevel.diagnostics.check import check
 from fedbilevel.federation.delays import Constant

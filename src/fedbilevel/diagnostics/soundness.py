@@ -15,8 +15,8 @@ from torch.func import grad, vjp
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch
 from fedbilevel.core.rng import fold_in, normal, root
 from fedbilevel.core.tree import Tree, dot, flatten, norm, unflatten, zeros_like
 

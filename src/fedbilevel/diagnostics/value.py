@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from fedbilevel.core import checks
+from fedbilevel.core.client_data import Batch, ClientData
 from fedbilevel.core.markup import html_table
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, ClientData, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree, flatten, norm, unflatten
 from fedbilevel.diagnostics.value_phases import (
     LowerSystem,

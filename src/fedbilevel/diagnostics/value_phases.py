@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.func import vmap
 
+from fedbilevel.core.client_data import Batch, Data, named_tensors, repack
 from fedbilevel.core.derivatives import grad
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, Data, named_tensors, repack
 from fedbilevel.core.rng import fold_in, uniform
 from fedbilevel.core.settings import Count
 from fedbilevel.core.tree import Tree, flatten

@@ -18,7 +18,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from fedbilevel.core.problem import ClientData
+from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.weighting import WEIGHTS, weighted
 from fedbilevel.data.clients import Clients, clients
 from fedbilevel.data.frames import Missing

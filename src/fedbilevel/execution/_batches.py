@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fedbilevel.core.problem import Batch, Data, named_tensors, repack
+from fedbilevel.core.client_data import Batch, Data, named_tensors, repack
 from fedbilevel.core.rng import fold_in, rows
 from fedbilevel.federation.phase import Phase, Sides
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fedbilevel.core.problem import Data, Problem, named_tensors, repack
+from fedbilevel.core.client_data import Data, named_tensors, repack
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation.task import Broadcast
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.client_data import Batch, ClientData, Data, named_tensors, repack
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Batch, ClientData, Data, Problem, named_tensors, repack
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, root, rows, subset
 from fedbilevel.core.tree import Tree
 from fedbilevel.execution.vectorize import vectorized

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.client_data import Batch, ClientData, Data, named_tensors, repack
 from fedbilevel.core.devices import to_device
-from fedbilevel.core.oracle import FeatureBatch, Oracle
+from fedbilevel.core.embedding import FeatureBatch
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.precision import Precision, products_in
-from fedbilevel.core.problem import Batch, ClientData, Data, Problem, named_tensors, repack
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution._batches import SIDES, STAGE_STREAM, TaskBatches, phase_batch_size

@@ -8,7 +8,8 @@ from typing import Literal
 
 from fedbilevel.algorithms.fedavg import Train
 from fedbilevel.core import checks
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.client_data import ClientData
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation.environment import Environment
 from fedbilevel.runs.simulation import simulated_federation

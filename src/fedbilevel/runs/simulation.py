@@ -11,14 +11,9 @@ import torch
 
 from fedbilevel.core import checks, devices, ranks
 from fedbilevel.core.capabilities import find_capabilities
+from fedbilevel.core.client_data import ClientData, client_weights, named_tensors, repack
 from fedbilevel.core.precision import Compile, Precision
-from fedbilevel.core.problem import (
-    ClientData,
-    Problem,
-    client_weights,
-    named_tensors,
-    repack,
-)
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
 from fedbilevel.execution.executor import Executor
 from fedbilevel.execution.losses import Losses

@@ -11,7 +11,8 @@ from typing import Any
 from fedbilevel import algorithms
 from fedbilevel.algorithms import Algorithm
 from fedbilevel.core import checks, devices, ranks
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.client_data import ClientData
+from fedbilevel.core.problem import Problem
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
 from fedbilevel.runs.callbacks import Callback

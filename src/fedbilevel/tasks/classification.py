@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedbilevel import nets
 from fedbilevel.core import checks
-from fedbilevel.core.problem import ClientData
+from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.tree import Tree
 from fedbilevel.data import DataSet, load
 from fedbilevel.data import partition as partitions

@@ -29,9 +29,10 @@ from torch.nn import functional as F
 
 from fedbilevel import nets
 from fedbilevel.core import checks
+from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.derivatives import grad
 from fedbilevel.core.modules import split_module
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, root, rows
 from fedbilevel.core.tree import Tree, dot, zeros_like
 from fedbilevel.data import characters

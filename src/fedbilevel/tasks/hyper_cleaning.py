@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel.core import checks
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.client_data import ClientData
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, root, uniform
 from fedbilevel.core.tree import Tree, dot
 from fedbilevel.tasks.classification import cross_entropies, load_partitioned

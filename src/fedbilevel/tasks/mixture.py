@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from fedbilevel import nets
 from fedbilevel.core import checks
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.client_data import ClientData
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import root, uniform
 from fedbilevel.core.tree import Tree, dot
 from fedbilevel.core.weighting import project_to_simplex

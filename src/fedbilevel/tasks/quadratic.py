@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fedbilevel.core import checks
+from fedbilevel.core.client_data import ClientData, client_weights
 from fedbilevel.core.hypergradient import hypergradient
-from fedbilevel.core.problem import ClientData, Problem, client_weights
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, normal, root, uniform
 from fedbilevel.core.tree import Tree, norm
 from fedbilevel.tasks.task import Task

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbilevel.core import checks
+from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.hypergradient import solve_lower
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, root, rows, uniform
 from fedbilevel.core.tree import Tree, dot
 from fedbilevel.core.weighting import WEIGHTS, weighted

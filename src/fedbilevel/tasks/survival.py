@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from fedbilevel.core import checks
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.client_data import ClientData
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, normal, root
 from fedbilevel.core.tree import Tree
 from fedbilevel.data.people import impute_and_standardise, read_lung, split_people

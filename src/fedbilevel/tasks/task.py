@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of the tasks are listed without importing PyTorch
-    from fedbilevel.core.problem import ClientData, Problem
+    from fedbilevel.core.client_data import ClientData
+    from fedbilevel.core.problem import Problem
     from fedbilevel.core.tree import Tree
     from fedbilevel.runs.metric import Metric
 

@@ -31,8 +31,8 @@ from torch.utils import _pytree as pytree
 from fedbilevel import tasks
 from fedbilevel.core import checks
 from fedbilevel.core.capabilities import find_capabilities
+from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import ClientData
 from fedbilevel.core.submodels import Submodel, count_units
 from fedbilevel.core.tree import Tree
 from fedbilevel.deploy.flower.wire import (

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fedbilevel.core.client_data import Batch, ClientData, Data, named_tensors, repack
 from fedbilevel.core.devices import to_device
-from fedbilevel.core.problem import Batch, ClientData, Data, named_tensors, repack
 from fedbilevel.core.rng import fold_in_ranges, rows
 from fedbilevel.execution._batches import LOSS_STREAM, SIDES
 from fedbilevel.federation.phase import Sides

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedbilevel.core.problem import Data, Problem, named_tensors, repack
+from fedbilevel.core.client_data import Data, named_tensors, repack
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
 from fedbilevel.execution._features import embed_samples
 

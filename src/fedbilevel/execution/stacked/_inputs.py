@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.client_data import ClientData, Data
 from fedbilevel.core.devices import constant, to_device
-from fedbilevel.core.problem import ClientData, Data, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
 from fedbilevel.execution._batches import phase_batch_size
 from fedbilevel.execution._features import embeds_before_steps

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fedbilevel.core.client_data import ClientData, Data, named_tensors, repack
 from fedbilevel.core.devices import constant, to_device
-from fedbilevel.core.problem import ClientData, Data, named_tensors, repack
 
 
 class SeparateSamples:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.client_data import Batch, Data
+from fedbilevel.core.embedding import FeatureBatch
 from fedbilevel.core.nests import flatten, unflatten
-from fedbilevel.core.oracle import FeatureBatch
-from fedbilevel.core.problem import Batch, Data
 from fedbilevel.core.tree import nbytes
 from fedbilevel.execution.client_memory import finish_task, join_message
 from fedbilevel.execution.stacked._batches import SelectSamples, StackBatches

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.core.problem import ClientData, Data, Problem, named_tensors, repack
+from fedbilevel.core.client_data import ClientData, Data, named_tensors, repack
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import nbytes
 from fedbilevel.execution._features import embed_samples
 from fedbilevel.execution._meter import Meter

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedbilevel.core import ranks
+from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.devices import constant, to_device
 from fedbilevel.core.nests import flatten
 from fedbilevel.core.precision import Compile, Precision, products_in
-from fedbilevel.core.problem import ClientData, Problem
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in
 from fedbilevel.core.tree import Tree, nbytes
 from fedbilevel.execution._batches import SIDES, STAGE_STREAM, phase_batch_size
