@@ -32,6 +32,27 @@ def test_the_table_of_personal_heads_is_that_of_the_measured_runs() -> None:
     script = runpy.run_path(str(RESULTS / "personal-heads.py"))
     runs = script["read"](RESULTS / "personal-heads.csv")
     assert script["table"](runs) in (RESULTS.parent / "personal.md").read_text("utf-8")
+    gained = script["gains"](runs, "simfbo")
+    points = f"{min(gained):+.1f} to {max(gained):+.1f} points for the worst tenth"
+    assert points in (RESULTS.parent / "howto" / "choose.md").read_text("utf-8")
+
+
+def test_what_choosing_a_method_says_in_sentences_is_in_the_curves() -> None:
+    def of(cell: cells.Cell, *curves: str) -> str:
+        return cell(cells.Row((), curves))
+
+    rounds = [of(cells.to(0.9), f"simfbo-fig2/{m} shards tuned") for m in ("unifbo", "simfbo")]
+    growth = cells.growth(0.67, "virtual_s")
+    slower = [of(growth, f"afbo-fig3/{m} plain", f"afbo-fig3/{m} slow") for m in ("afbo", "simfbo")]
+    full = "rabo-fig4/rabo-full shots=5"
+    share = of(cells.share("iteration", "flops", full), "rabo-fig4/rabo shots=5")
+    text = (RESULTS.parent / "howto" / "choose.md").read_text("utf-8")
+    for sentence in (
+        f"after {rounds[0]} rounds with one local step (tuned simfbo: {rounds[1]})",
+        f"afbo's time to a target grows by {slower[0]}, simfbo's by {slower[1]}",
+        f"{share} of the operations",
+    ):
+        assert sentence in text
 
 
 def test_a_number_that_was_changed_by_hand_is_computed_again() -> None:

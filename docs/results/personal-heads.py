@@ -167,22 +167,35 @@ def complete(runs: Runs, name: str, lr: float, seed: int, file: Path) -> None:
         writer.writerows(runs[name, lr, seed])
 
 
+def gains(runs: Runs, name: str, position: int = -1) -> list[float]:
+    """What the worst tenth gains over the shared head with each seed, in points.
+
+    Args:
+        runs: The runs.
+        name: The method.
+        position: Which of its evaluations; the last by default.
+    """
+    found = []
+    for seed in SEEDS:
+        shared = runs[SHARED, best_step(runs, SHARED), seed][-1]
+        row = runs[name, best_step(runs, name), seed][position]
+        found.append(100 * (float(row["p10"]) - float(shared["p10"])))
+    return found
+
+
 def table(runs: Runs) -> str:
     """The table of docs/personal.md: means over the seeds, and gains over the shared head."""
-    shared = [float(runs[SHARED, best_step(runs, SHARED), seed][-1]["p10"]) for seed in SEEDS]
     lines = []
     for name, method in METHODS.items():
         ends = [runs[name, best_step(runs, name), seed] for seed in SEEDS]
         for position in (0, -1) if method.rounds > 1 else (-1,):
             rows = [of_run[position] for of_run in ends]
             means = [fmean(float(row[column]) for row in rows) for column in SUFFIXES]
-            gains = [
-                100 * (float(row["p10"]) - base) for row, base in zip(rows, shared, strict=True)
-            ]
+            gained = gains(runs, name, position)
             rounds = round(fmean(int(row["rounds"]) for row in rows))
             cells = [name, f"{best_step(runs, name)}", f"{rounds}"]
             cells += [f"{100 * mean:.1f}%" for mean in means]
-            cells += [f"{fmean(gains):+.1f}", f"{min(gains):+.1f} to {max(gains):+.1f}"]
+            cells += [f"{fmean(gained):+.1f}", f"{min(gained):+.1f} to {max(gained):+.1f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,24 @@ from torch.nn import functional as F
 import fedbilevel as fb
 from fedbilevel.diagnostics.methods import APART, Comparison, Cost, comparisons, scores
 from fedbilevel.tasks.quadratic import quadratic
+from tests.support.stored_data import needs
 
 
 def comparison(conditions=(), goal="rounds", **costs):
     exact = {name: Cost(cost, cost, cost, 1, 1) for name, cost in costs.items()}
     return Comparison("here", "problem", goal, 0.9, conditions, exact)
+
+
+@needs("mnist")
+@pytest.mark.parametrize(("partition", "spread"), [("iid", 0.70), ("shards", 0.95)])
+def test_clients_of_100_samples_are_apart_as_the_guide_says(partition, spread):
+    options = {"data": "mnist", "clients": 100, "samples": 13_400, "partition": partition}
+    task = fb.tasks.load("hyper-representation", **options)
+    assert task.clients[0].size("train") == 100
+    measured = fb.check(task.problem, task.clients).measured
+    assert measured.lower_spread == pytest.approx(spread, abs=0.005)
+    guide = Path(__file__).parents[2] / "docs" / "howto" / "choose.md"
+    assert f"{spread:.0%}" in guide.read_text("utf-8")
 
 
 def test_methods_that_never_met_are_compared_through_others():

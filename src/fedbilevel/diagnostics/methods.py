@@ -47,7 +47,7 @@ CONDITIONS = {
     "first order": "the lower loss has no second derivatives",
 }
 # The spread of the clients' lower gradients from which they count as apart. That of 100 samples of
-# MNIST per client is .67 if they are iid, from noise alone, and .95 if each has few labels.
+# MNIST per client is .70 if they are iid, from noise alone, and .95 if each has few labels.
 APART = 0.8
 SHOWN = 3  # comparisons that are cited
 
