@@ -108,7 +108,7 @@ def method_page(name: str) -> str:
         _settings_table(method, text),
     ]
     if text.departures:
-        parts += ["## Departures from print", _linked(text.departures)]
+        parts += ["## Departures from the paper", _linked(text.departures)]
     parts += ["## Example", text.example, "## Results", _appearances(name, title(name))]
     parts.append(f"Source: `{_source(method)}`")
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -30,7 +30,7 @@ class Text(NamedTuple):
         summary: Its first line.
         body: The paragraphs that follow, without those on costs and departures.
         cost: The paragraph on costs, without its first words.
-        departures: The paragraph on departures from print.
+        departures: The paragraph on departures from the paper.
         references: The papers.
         arguments: What each argument is, by name.
         returns: What a function returns.

@@ -115,7 +115,7 @@ class AdaFBiO(Algorithm):
     per client: 4J + 6 per local step, J = `neumann_steps`, and 2J + 3 once for the first momenta.
     Down: x, y, u, v, a and the number b. Up: the displacements of x, y, u and v.
 
-    Departures from print: the paper was not at hand, so the method is written from memory. Its
+    Departures from the paper: it was not at hand, so the method is written from memory. Its
     decreasing eta_t is a schedule of lr_x and lr_y. The scale b is of norms, not of coordinates.
     Momenta start at the mean full-batch gradients, which takes a round.
 

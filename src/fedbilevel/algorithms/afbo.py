@@ -260,12 +260,12 @@ class AFBO(Algorithm):
     (2) and one for J p (2), which are barriers over all clients. A further round for each reply
     that `max_delay` makes it wait for.
 
-    Departures from print: "linear-system", "neumann" and "random-truncation" are ours; the printed
-    p keeps at most 36% of the indirect term at m = 18. Local steps on y are plain gradient steps
-    (none are printed). Means go over the clients heard so far. A fresh reply has delay 0 (print: 1)
-    and APHE has y^(t,K) (line 12: y^(t,K-1)). Clients compute APHE's products at their old points
-    for the server, which in print seems to hold their Hessians. `memory="client"` and `delay_aware`
-    are ours. See docs/errata.md.
+    Departures from the paper: "linear-system", "neumann" and "random-truncation" are ours; the
+    printed p keeps at most 36% of the indirect term at m = 18. Local steps on y are plain gradient
+    steps (none are printed). Means go over the clients heard so far. A fresh reply has delay 0
+    (paper: 1) and APHE has y^(t,K) (line 12: y^(t,K-1)). Clients compute APHE's products at their
+    old points for the server, which in the paper seems to hold their Hessians. `memory="client"`
+    and `delay_aware` are ours. See docs/errata.md.
 
     References:
         Li, Zhu, Gong, Mao and Zhou, "Anarchic Federated Bilevel Optimization": Algorithms 1 and 2.

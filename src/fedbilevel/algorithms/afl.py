@@ -113,7 +113,7 @@ class AFL(Algorithm):
     directions of the same sizes come up. A further round for each reply that `max_delay` makes it
     wait for.
 
-    Departures from print (recalled, not read: the paper was not at hand): h_i is the mean
+    Departures from the paper (recalled, not read: the paper was not at hand): h_i is the mean
     direction, so that server steps do not depend on local ones; means go over the clients heard so
     far. By default one mini-batch serves the whole estimate of d_x, so that its factors are
     dependent and its mean over batches is biased, also on equal clients; `hypergradient_batch` has

@@ -163,16 +163,16 @@ class AggITD(Algorithm):
     factors itself, with its own Hessian; the lower rounds need no q. The rounds t < Q have one
     exchange, later ones two, and x and h are all that travels.
 
-    Departures from print: line 6 lacks lambda, and line 15 uses z^{N-1} for Q < N; both contradict
-    the paper's own formula of the estimator, which is implemented (`printed=True` does as printed).
-    q is not computed where nothing uses it, at t = N and with `lower="sgd"`. The theory has the
-    steps lr_x / tau_i and lr_y / tau_i, which `step_scale="per-client"` takes; by default all
-    clients take the same, so that one with more steps moves x and y further. q and the Hessian
-    product of one t share a batch; print draws two (zeta and u), as `independent_batches=True`
-    does. Clients send displacements, and the server adds their mean. Defaults are those of the
-    paper's Table 2, whose counts fit N = 1 and 5 local epochs per lower round. Its tau is a number
-    of "outer local epochs"; `upper_steps` and the environment's `local_steps` count steps, each on
-    one batch of the validation data. See docs/errata.md.
+    Departures from the paper: line 6 lacks lambda, and line 15 uses z^{N-1} for Q < N; both
+    contradict the paper's own formula of the estimator, which is implemented (`printed=True` does
+    as printed). q is not computed where nothing uses it, at t = N and with `lower="sgd"`. The
+    theory has the steps lr_x / tau_i and lr_y / tau_i, which `step_scale="per-client"` takes; by
+    default all clients take the same, so that one with more steps moves x and y further. q and the
+    Hessian product of one t share a batch; the paper draws two (zeta and u), as
+    `independent_batches=True` does. Clients send displacements, and the server adds their mean.
+    Defaults are those of the paper's Table 2, whose counts fit N = 1 and 5 local epochs per lower
+    round. Its tau is a number of "outer local epochs"; `upper_steps` and the environment's
+    `local_steps` count steps, each on one batch of the validation data. See docs/errata.md.
 
     References:
         Xiao and Ji, "Communication-Efficient Federated Hypergradient Computation via Aggregated

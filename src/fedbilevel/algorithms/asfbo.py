@@ -128,14 +128,15 @@ class ASFBO(Algorithm):
     Cost per iteration: one round; 3 gradients per client and local step, 7 with
     `independent_batches`; x, y and z go down, three directions of the same sizes come up.
 
-    Departures from print: the norm ||a_i||_1 is tau_i, because by Lemma 1 the coefficients sum to
-    it for every beta. The momentum after the last step is never used and not computed. The bounds
-    of eq. (88), an assumption of the analysis, are enforced by clipping: without them the iterates
-    do not settle. The text says AdaGrad-Norm; the rule printed, and implemented, averages norms.
-    rho is estimated from the cohort, as in `ShroFBO`. One training and one validation batch serve
-    all three directions of a step, as eq. (17) and (18) are printed; `independent_batches=True`
-    draws three pairs, as Appendix B.3 says. varrho^(t) is printed as a sequence and never given:
-    it is a number or a schedule. `damping` is ours. Defaults are the paper's. See docs/errata.md.
+    Departures from the paper: the norm ||a_i||_1 is tau_i, because by Lemma 1 the coefficients sum
+    to it for every beta. The momentum after the last step is never used and not computed. The
+    bounds of eq. (88), an assumption of the analysis, are enforced by clipping: without them the
+    iterates do not settle. The text says AdaGrad-Norm; the rule printed, and implemented, averages
+    norms. rho is estimated from the cohort, as in `ShroFBO`. One training and one validation batch
+    serve all three directions of a step, as eq. (17) and (18) are printed;
+    `independent_batches=True` draws three pairs, as Appendix B.3 says. varrho^(t) is printed as a
+    sequence and never given: it is a number or a schedule. `damping` is ours. Defaults are the
+    paper's. See docs/errata.md.
 
     References:
         "Communication-Efficient Adaptive Federated Bi-level Optimization with Data and System
@@ -270,8 +271,8 @@ class LAASFBO(ASFBO):
     Cost per iteration: that of `ASFBO`, with 6 gradients per client and local step, 3 in the first
     (2 tau_i - 1 fused evaluations); 14 and 7 with `independent_batches`.
 
-    Departures from print: those of `ASFBO`. The l1 norm of STORM's coefficients is not tau_i, but
-    their signed sum is, and h_i is normalised by that (docs/errata.md).
+    Departures from the paper: those of `ASFBO`. The l1 norm of STORM's coefficients is not tau_i,
+    but their signed sum is, and h_i is normalised by that (docs/errata.md).
 
     References:
         "Communication-Efficient Adaptive Federated Bi-level Optimization with Data and System

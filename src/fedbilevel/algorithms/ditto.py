@@ -60,8 +60,8 @@ class Ditto(Algorithm):
     Cost per iteration: one round; 2 gradients per client and local step. x and y go down, their
     displacements come up.
 
-    Departures from print: written from memory. One batch serves both models, and they take the same
-    number of steps; v_i starts at the common model of the first visit.
+    Departures from the paper: written from memory. One batch serves both models, and they take the
+    same number of steps; v_i starts at the common model of the first visit.
 
     References:
         Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through

@@ -146,7 +146,7 @@ class DSBO(Gossip):
     MNIST network of 784-200-10 neurons U alone has 315 million numbers: the method is for small
     lower levels, and refuses matrices of more than 2^27 numbers per client.
 
-    Departures from print: the paper was not at hand, so the method is written from memory; that x
+    Departures from the paper: it was not at hand, so the method is written from memory; that x
     and y move along values before the iteration is as we remember it. Estimates start at their
     first samples. With weights p_i, samples are multiplied by n p_i. Clients that do not take part
     keep their values, and their weight in W goes to their neighbours' own values.

@@ -89,13 +89,14 @@ class F2SA(Algorithm):
     Cost per iteration: T + 1 rounds and 3 (T + 1) gradients per client. Down: x, y and u in every
     round. Up: two directions like y in each of the T rounds, and one like x.
 
-    Departures from print: the paper's text was at hand only in excerpts (the penalised problem and
-    its gradient); the loop was recalled, and compared with the code of a public benchmark, which
-    takes grad_y F at y instead of u. Print calls our y z and our u y, and writes its step on u as
-    alpha (grad_y F + penalty grad_y G): alpha is lr_u / penalty here, so that a growing penalty
-    does not make the step unstable. Both gradients of G in d_x are on one batch: their difference
-    is of the order of 1 / penalty, and on two batches its noise would grow with the penalty. Print
-    adds delta_k to the penalty in each iteration: a schedule here. Without its momentum variant.
+    Departures from the paper: the paper's text was at hand only in excerpts (the penalised problem
+    and its gradient); the loop was recalled, and compared with the code of a public benchmark,
+    which takes grad_y F at y instead of u. The paper calls our y z and our u y, and writes its step
+    on u as alpha (grad_y F + penalty grad_y G): alpha is lr_u / penalty here, so that a growing
+    penalty does not make the step unstable. Both gradients of G in d_x are on one batch: their
+    difference is of the order of 1 / penalty, and on two batches its noise would grow with the
+    penalty. The paper adds delta_k to the penalty in each iteration: a schedule here. Without its
+    momentum variant.
 
     References:
         Kwon, Kwon, Wright and Nowak, "A Fully First-Order Method for Stochastic Bilevel

@@ -43,8 +43,8 @@ class FedAdam(Algorithm):
     Cost per iteration: that of `FedAvg`: one round, 1 gradient per client and local step; x and y
     go down, their displacements come up.
 
-    Departures from print: written from memory. Print has no 1 - b^t, and a floor of 1e-3, against
-    which the size of displacements matters; here it is 1e-8.
+    Departures from the paper: written from memory. The paper has no 1 - b^t, and a floor of 1e-3,
+    against which the size of displacements matters; here it is 1e-8.
 
     References:
         Reddi et al., "Adaptive Federated Optimization", ICLR 2021.

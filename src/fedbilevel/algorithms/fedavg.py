@@ -179,9 +179,9 @@ class FedAvg(Algorithm):
     `episode_steps` per local step. Down: x, y. Up: their displacements (that of x is 0 with
     `train="y"`).
 
-    Departures from print: what happens on episodes is ours, after Reptile: print does not say how a
-    single-level method treats them, and one y for all episodes, each with its own labelling, would
-    have nothing to learn (`docs/errata.md`, RABO).
+    Departures from the paper: what happens on episodes is ours, after Reptile: the paper does not
+    say how a single-level method treats them, and one y for all episodes, each with its own
+    labelling, would have nothing to learn (`docs/errata.md`, RABO).
 
     References:
         McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized

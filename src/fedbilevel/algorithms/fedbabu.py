@@ -81,8 +81,8 @@ class FedBABU(Algorithm):
     Cost per iteration: one round; 1 gradient per client and step. In training x goes down and its
     displacement comes up; in fine-tuning x goes down.
 
-    Departures from print: written from memory. Print also fine-tunes whole models; here the head
-    alone, as x is common.
+    Departures from the paper: written from memory. The paper also fine-tunes whole models; here the
+    head alone, as x is common.
 
     References:
         Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image

@@ -108,7 +108,7 @@ class FedBiO(Algorithm):
     Cost per iteration: one round. Gradients per client: 3 per local step (one fused evaluation).
     Down: x, y, z. Up: their displacements.
 
-    Departures from print: the paper was not at hand, so the method is written from memory. One
+    Departures from the paper: it was not at hand, so the method is written from memory. One
     training and one validation batch serve all three directions. Under partial participation, which
     the paper does not analyse, the server keeps x, y and z and adds the cohort's mean
     displacements.
@@ -307,8 +307,8 @@ class FedBiOAcc(FedBiO):
     per client: 6 per local step, and 3 once for the first momenta. Down: x, y, z and their momenta,
     then x, y, z. Up: the displacements of x, y and z, then the changes of the momenta.
 
-    Departures from print: those of `FedBiO`. The paper's decreasing alpha_t is a schedule of lr_x,
-    lr_y and lr_z, and w, its c alpha_t^2, is one number. Momenta start at the mean full-batch
+    Departures from the paper: those of `FedBiO`. The paper's decreasing alpha_t is a schedule of
+    lr_x, lr_y and lr_z, and w, its c alpha_t^2, is one number. Momenta start at the mean full-batch
     directions, which takes a round; a client's own momenta start so in the first cohort, and at 0
     elsewhere. The paper's local form, as recalled, estimates each hypergradient by a Neumann
     series; here z_i solves the same system along the way.

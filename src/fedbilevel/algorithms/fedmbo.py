@@ -93,9 +93,9 @@ class FedMBO(Algorithm):
     and like x at the end. Private lower level: one round, T + 2N + 2 gradients per episode (all N -
     1 factors are evaluated); x and y go down, two trees like them come up.
 
-    Departures from print (recalled, not read: the paper was not at hand): with weights p_i that are
-    not uniform every factor is scaled by n p_i, which keeps it unbiased; the step on x is taken on
-    the server; private lower levels are ours.
+    Departures from the paper (recalled, not read: the paper was not at hand): with weights p_i that
+    are not uniform every factor is scaled by n p_i, which keeps it unbiased; the step on x is taken
+    on the server; private lower levels are ours.
 
     References:
         Huang, Zhang and Ji, "Achieving Linear Speedup in Non-IID Federated Bilevel Learning", 2023.

@@ -138,9 +138,10 @@ class FedNest(_NestedLoops):
     every round, with q, the vector of the product, p or h where they are used; up comes a tree like
     y per round, and like x in the last two.
 
-    Departures from print: the Neumann sum is deterministic by default; "random" is as published.
-    Clients send displacements. A new cohort is drawn for every lower round, for v, for every factor
-    of p, and for h with the steps on x: with one cohort for v and h their product would be biased.
+    Departures from the paper: the Neumann sum is deterministic by default; "random" is as
+    published. Clients send displacements. A new cohort is drawn for every lower round, for v, for
+    every factor of p, and for h with the steps on x: with one cohort for v and h their product
+    would be biased.
 
     Where y belongs to the clients (`Problem.owner`), FedInn is plain local steps on y_i, without
     the correction q, and each client sums its own Neumann series: then the mean of these
@@ -330,9 +331,9 @@ class LFedNest(_NestedLoops):
     client: 1 per local step on y (those of `FedNest` with "svrg"), 2N + 4 per local step on x. x
     and y go down; a tree like y comes up from each FedInn, one like x at the end.
 
-    Departures from print: clients send displacements, and the server adds their mean. By default
-    one mini-batch serves the whole estimate of a local hypergradient, so that its factors are
-    dependent and its mean over batches is biased; `hypergradient_batch` has the alternatives.
+    Departures from the paper: clients send displacements, and the server adds their mean. By
+    default one mini-batch serves the whole estimate of a local hypergradient, so that its factors
+    are dependent and its mean over batches is biased; `hypergradient_batch` has the alternatives.
 
     References:
         Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: Federated Bilevel, Minimax, and

@@ -51,8 +51,8 @@ class FedPer(Algorithm):
     Cost per iteration: one round; 1 gradient per client and local step. x goes down, its
     displacement comes up.
 
-    Departures from print: written from memory. Print averages x with weights by samples; here they
-    are those of the problem.
+    Departures from the paper: written from memory. The paper averages x with weights by samples;
+    here they are those of the problem.
 
     References:
         Arivazhagan, Aggarwal, Singh and Choudhary, "Federated Learning with Personalization

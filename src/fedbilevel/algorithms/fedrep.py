@@ -94,8 +94,8 @@ class FedRep(Algorithm):
     Cost per iteration: one round; 1 gradient per client and step (one pass gives both gradients,
     of which one is used). x goes down, its displacement comes up.
 
-    Departures from print: written from memory. Print has one step on x in its algorithm and one
-    epoch in its experiments, with momentum; here steps are counted, without momentum, and the
+    Departures from the paper: written from memory. The paper has one step on x in its algorithm and
+    one epoch in its experiments, with momentum; here steps are counted, without momentum, and the
     environment's `local_steps` are not used.
 
     References:

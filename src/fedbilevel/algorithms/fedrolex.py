@@ -35,7 +35,7 @@ class FedRolex(HeteroFL):
     Cost per iteration: that of `HeteroFL`: one round, 1 gradient per client and local step. Down:
     the submodel's x and y. Up: their displacements.
 
-    Departures from print: the published code was read. Its windows move the other way, with the
+    Departures from the paper: the published code was read. Its windows move the other way, with the
     same coverage. Its means of biases, norm layers and classifier are weighted by how often an
     entry was updated so far, here by the clients' weights. Momentum, weight decay and gradient
     clipping are left out.

@@ -184,7 +184,7 @@ class FIARSEStructured(HeteroFL):
     Cost per iteration: that of `HeteroFL`: one round, 1 gradient per client and local step. Down:
     the submodel's x and y. Up: their displacements.
 
-    Departures from print: the method is ours: print masks single weights.
+    Departures from the paper: the method is ours: the paper masks single weights.
 
     References:
         After Wu et al., "FIARSE: Model-Heterogeneous Federated Learning via Importance-Aware

@@ -37,11 +37,11 @@ class HeteroFL(FedAvg):
     Cost per iteration: one round. Gradients per client: those of `FedAvg` (1 per local step), on a
     smaller network. Down: the submodel's x and y. Up: their displacements.
 
-    Departures from print: the published code was read. It divides activations by r_i in training
-    and has static batch norms; our networks have group norms, which remove the scale and keep no
-    statistics. Its cross-entropy and its means of the classifier leave out the labels that a client
-    lacks; here the losses are those of the problem. The server's mean of displacements with
-    `server_lr = 1` is the printed mean of weights.
+    Departures from the paper: the published code was read. It divides activations by r_i in
+    training and has static batch norms; our networks have group norms, which remove the scale and
+    keep no statistics. Its cross-entropy and its means of the classifier leave out the labels that
+    a client lacks; here the losses are those of the problem. The server's mean of displacements
+    with `server_lr = 1` is the printed mean of weights.
 
     References:
         Diao, Ding and Tarokh, "HeteroFL: Computation and Communication Efficient Federated

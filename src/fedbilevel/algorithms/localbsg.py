@@ -143,7 +143,7 @@ class LocalBSGM(Algorithm):
     per client: 2J + 3 per local step, whatever length J' is drawn, and 2J + 3 once for the first
     momenta. Down: x, y, u, v. Up: the displacements of x, y, u and v.
 
-    Departures from print: the paper was not at hand, so the method is written from memory. Each
+    Departures from the paper: it was not at hand, so the method is written from memory. Each
     product of a step size and a constant is one number. Momenta start at the mean full-batch
     gradients, which takes a round. Under partial participation the server keeps the averages and
     adds mean displacements.
@@ -257,7 +257,7 @@ class LocalBSGVR(LocalBSGM):
     per client: 4J + 6 per local step (two evaluations), and 2J + 3 once for the first momenta.
     Down: x, y, u, v. Up: the displacements of x, y, u and v.
 
-    Departures from print: those of `LocalBSGM`.
+    Departures from the paper: those of `LocalBSGM`.
 
     References:
         Gao, "On the Convergence of Momentum-Based Algorithms for Federated Bilevel Optimization

@@ -93,7 +93,7 @@ class MAML(Algorithm):
     Cost per iteration: one round. Gradients per client and episode: 3K + 1, with `first_order` K +
     1. Down: x, y. Up: h, which is shaped like x and y.
 
-    Departures from print: the paper was not at hand, so the method is written from memory. Episodes
+    Departures from the paper: it was not at hand, so the method is written from memory. Episodes
     belong to clients, and their gradients are averaged. The server takes plain gradient steps.
 
     References:

@@ -57,10 +57,10 @@ class MeFBO(MemFBO):
 
     Cost per iteration: that of `MemFBO`.
 
-    Departures from print: of the papers only the abstracts were at hand. The directions were
+    Departures from the papers: only the abstracts were at hand. The directions were
     recalled from the second, and compared with the code of a public library; the federated scheme
-    is that of `MemFBO`, and all variables move at once. d_x and d_u are print's times the penalty
-    and 1, so that step sizes are those of `MemFBO`.
+    is that of `MemFBO`, and all variables move at once. d_x and d_u are the paper's times the
+    penalty and 1, so that step sizes are those of `MemFBO`.
 
     References:
         "MeFBO: A Moreau Envelope Based First-Order Stochastic Gradient Method for Nonconvex

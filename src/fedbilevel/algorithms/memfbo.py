@@ -136,7 +136,7 @@ class MemFBO(Algorithm):
     Cost per iteration: one round; 3 gradients per client and local step; x, y and u go down, three
     directions of the same sizes come up.
 
-    Departures from print: of the paper only the abstract was at hand (single loop, all variables
+    Departures from the paper: only the abstract was at hand (single loop, all variables
     at once, first derivatives alone for all local updates, partial participation); the update is
     ours, from the penalised problem of F2SA in the scheme of ShroFBO by the same group. We divide
     the step on u by the penalty (see `F2SA`). `barrier=False` and `adaptive` are ours.

@@ -120,7 +120,7 @@ class OAP(FedAvg):
     Tensors keep their shapes, so a client computes and sends as much as with the whole model. Down:
     x, y and the mask, one byte per weight. Up: the displacements of x and y.
 
-    Departures from print: the paper was not at hand, so the method is written from memory. As far
+    Departures from the paper: it was not at hand, so the method is written from memory. As far
     as we recall, the paper leaves the choice of masks open; this choice is ours. Tensors that start
     with equal entries, such as norm layers, are not masked.
 
@@ -205,7 +205,8 @@ class OAPStructured(HeteroFL):
     Cost per iteration: that of `HeteroFL`: one round, 1 gradient per client and local step. Down:
     the submodel's x and y. Up: their displacements.
 
-    Departures from print: the method is ours. As far as we recall, the paper masks single weights.
+    Departures from the paper: the method is ours. As far as we recall, the paper masks single
+    weights.
 
     References:
         After Zhou, Lan, Venkataramani and Ding, "Every Parameter Matters: Ensuring the Convergence

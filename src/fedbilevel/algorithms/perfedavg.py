@@ -98,7 +98,7 @@ class PerFedAvg(Algorithm):
     Cost per iteration: one round; 2 gradients per client and local step, 4 with "differences", and
     1 in the first step for the model that is kept. x and y go down, their displacements come up.
 
-    Departures from print: written from memory. The width of a difference is relative to ||v||.
+    Departures from the paper: written from memory. The width of a difference is relative to ||v||.
     `MAML` is for problems whose episodes have lower levels of their own.
 
     References:

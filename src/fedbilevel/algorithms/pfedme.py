@@ -70,8 +70,8 @@ class PFedMe(Algorithm):
     Cost per iteration: one round; K gradients per client and local step. x and y go down, their
     displacements come up.
 
-    Departures from print: written from memory. theta_i starts where it was left, at first at the
-    common model; print leaves the start open. beta is `server_lr`.
+    Departures from the paper: written from memory. theta_i starts where it was left, at first at
+    the common model; the paper leaves the start open. beta is `server_lr`.
 
     References:
         Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS

@@ -93,7 +93,7 @@ class Prometheus(Gossip):
     Cost per iteration: one round, in which x_i and u_i cross every link in both directions.
     Gradients per client: 2 (2K + 5), or 2K + 5 when refreshed, and 2K + 5 once at the start.
 
-    Departures from print: the paper was not at hand, so the method is written from memory; of the
+    Departures from the paper: it was not at hand, so the method is written from memory; of the
     placement of alpha we are not sure. h(x), the part of the objective with a proximal operator, is
     0 on the problem's feasible set. x_i is projected once more, which changes nothing if
     alpha <= W_ii. One batch serves all terms of both estimates. Clients that do not take part keep
@@ -104,7 +104,7 @@ class Prometheus(Gossip):
         in Constrained Decentralized Stochastic Bilevel Learning", ICML 2023.
 
     Args:
-        lr_x: Step of the proximal point, 1 / tau in print; a number or a schedule.
+        lr_x: Step of the proximal point, 1 / tau in the paper; a number or a schedule.
         lr_y: Step size beta of y, a number or a schedule.
         relaxation: How far alpha a client goes towards the proximal point, in (0, 1].
         refresh: How many iterations apart all samples are used.

@@ -101,7 +101,7 @@ class ProtoNet(Algorithm):
     Cost per iteration: one round. Gradients per client and episode: 2, one per side. Down: x, y.
     Up: h_i, which is shaped like x.
 
-    Departures from print: the paper was not at hand, so the method is written from memory. Episodes
+    Departures from the paper: it was not at hand, so the method is written from memory. Episodes
     belong to clients, and their gradients are averaged. The server takes plain gradient steps.
 
     References:

@@ -137,15 +137,16 @@ class RABO(Algorithm):
     private lower level: one round and T + 2N + 2 gradients per client and episode; x and y go down,
     H_i and the displacement of y come up.
 
-    Departures from print: y moves by the mean displacement, because lines 10 and 18 of Algorithm 1
-    together move it uphill. Print has the exact inverse in eq. (7); along a direction of curvature
-    c a Neumann sum keeps 1 - (1 - neumann_lr c)^N of it, which is 41% at c = 1 for the defaults.
-    `solver="cg"` with N of the order of the square root of the condition number is nearly exact. By
-    default one mini-batch serves all factors of H_i, which are then dependent (print: independent);
-    `hypergradient_batch` has the alternatives. The server cuts and sends the submodel; print sends
-    the whole model and masks it on the client. `hypergradient="global"` and the private lower level
-    are ours: print has one y*(x) for all episodes, with which nothing can be learned where each
-    episode numbers its own classes. docs/errata.md has the evidence.
+    Departures from the paper: y moves by the mean displacement, because lines 10 and 18 of
+    Algorithm 1 together move it uphill. The paper has the exact inverse in eq. (7); along a
+    direction of curvature c a Neumann sum keeps 1 - (1 - neumann_lr c)^N of it, which is 41% at c =
+    1 for the defaults. `solver="cg"` with N of the order of the square root of the condition number
+    is nearly exact. By default one mini-batch serves all factors of H_i, which are then dependent
+    (paper: independent); `hypergradient_batch` has the alternatives. The server cuts and sends the
+    submodel; the paper sends the whole model and masks it on the client. `hypergradient="global"`
+    and the private lower level are ours: the paper has one y*(x) for all episodes, with which
+    nothing can be learned where each episode numbers its own classes. docs/errata.md has the
+    evidence.
 
     References:
         Li, Zhang, Zheng, Shi, Yuan, Cheng and Yu, "Distributed Bilevel Optimization with Dual
@@ -400,9 +401,9 @@ class RAFBO(RABO):
     2N + 2 for "directional", 1 + N (k + 1) for "response", 4 for "printed"; 6 with
     `hypergradient="global"`.
 
-    Departures from print: those of `RABO`. The default estimator is ours. "printed" needs no loop
-    over coordinates, because a directional difference gives the whole sum. docs/errata.md has the
-    evidence against the printed estimator and its error bound.
+    Departures from the paper: those of `RABO`. The default estimator is ours. "printed" needs no
+    loop over coordinates, because a directional difference gives the whole sum. docs/errata.md has
+    the evidence against the printed estimator and its error bound.
 
     References:
         Li, Zhang, Zheng, Shi, Yuan, Cheng and Yu, "Distributed Bilevel Optimization with Dual

@@ -146,15 +146,15 @@ class SimFBO(Algorithm):
     Cost per iteration: one round; 3 gradients per client and local step (one fused evaluation), 7
     with `independent_batches`; x, y and z go down, three directions of the same sizes come up.
 
-    Departures from print: print leaves the coefficients a_k open, and says that they cover momentum
-    and variance reduction. Those of momentum give the sum of its gradients, but steps as printed
-    (eq. 3) are not momentum steps: the first moves by a_0 > 1 times a gradient, so that later
-    gradients are taken elsewhere (`ASFBO` has local momentum). None give variance reduction, which
-    needs gradients of old points on new samples (`LAASFBO`). One training and one validation batch
-    serve all three directions; `independent_batches=True` draws three pairs, as printed. r = L_f /
-    mu is unknown in practice and a setting; the metric `projection_active` is the share of
+    Departures from the paper: it leaves the coefficients a_k open, and says that they cover
+    momentum and variance reduction. Those of momentum give the sum of its gradients, but steps as
+    printed (eq. 3) are not momentum steps: the first moves by a_0 > 1 times a gradient, so that
+    later gradients are taken elsewhere (`ASFBO` has local momentum). None give variance reduction,
+    which needs gradients of old points on new samples (`LAASFBO`). One training and one validation
+    batch serve all three directions; `independent_batches=True` draws three pairs, as printed. r =
+    L_f / mu is unknown in practice and a setting; the metric `projection_active` is the share of
     iterations in which the projection acts. `damping` is ours. Defaults are the paper's for MNIST.
-    docs/errata.md lists what is unclear in print; no update changes.
+    docs/errata.md lists what is unclear in the paper; no update changes.
 
     References:
         Yang, Xiao and Ji, "SimFBO: Towards Simple, Flexible and Communication-efficient Federated
@@ -244,7 +244,7 @@ class ShroFBO(SimFBO):
 
     Cost per iteration: that of `SimFBO`.
 
-    Departures from print: those of `SimFBO`. rho is defined over all n clients, but the server
+    Departures from the paper: those of `SimFBO`. rho is defined over all n clients, but the server
     hears only from the cohort C: it is estimated from C (docs/errata.md).
 
     References:

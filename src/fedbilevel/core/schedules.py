@@ -301,29 +301,29 @@ def theory(method: str, **constants: Any) -> dict[str, Any]:
     """Return the step sizes under which a method's paper proves its rate.
 
     The numbers are constant over a run whose length T = `iterations` is known beforehand. Papers
-    give them up to constants: those that print leaves open are arguments with a default, mostly 1,
-    which is ours. None of this is needed to use a method; tuned steps are usually larger.
+    give them up to constants: those that the paper leaves open are arguments with a default, mostly
+    1, which is ours. None of this is needed to use a method; tuned steps are usually larger.
 
     - "simfbo", "shrofbo" (eq. 38; P = `cohort`, mean tau = `steps`): server steps gamma_x =
       `server_scale` sqrt(P / (tau T)), gamma_y = `ratio_y` gamma_x, gamma_z = `ratio_z` gamma_x,
-      and local steps `local_scale` / (tau sqrt T). Print bounds the ratios below by constants of
-      the problem, and gives neither scale.
+      and local steps `local_scale` / (tau sqrt T). The paper bounds the ratios below by constants
+      of the problem, and gives neither scale.
     - "asfbo", "la-asfbo" (eq. 160 to 163): local steps likewise, and as bounds of the adaptive
       steps [gamma_x, `spread` gamma_x], with `ratio_y` gamma_x the upper bound for y and `ratio_z`
       gamma_x for z. 10 is the spread of the paper's experiments. With L_1 = `smoothness`, eta_x and
-      eta_y are at most 1 / sqrt(2 tau c L_1^2) and 1 / sqrt(4 tau c L_1^2); c = `norm` is print's
-      c_a alpha_max, the largest tau_i over the mean. Smoothness 0 imposes no bound.
+      eta_y are at most 1 / sqrt(2 tau c L_1^2) and 1 / sqrt(4 tau c L_1^2); c = `norm` is the
+      paper's c_a alpha_max, the largest tau_i over the mean. Smoothness 0 imposes no bound.
     - "aggitd" (Theorem 1; K = `iterations`, N = `inner_rounds`, L_g = `smoothness`): lambda =
       min(10, 1 / L_g), alpha = min(`largest`, N top / (2 `ratio_y`), `scale` / sqrt K) with top =
       min(1, lambda, 1 / (6 L_g)), and beta = max(`ratio_y` alpha / N, lambda / 10), the least that
       is allowed, both divided by tau_i. `largest` stands for min(alpha_1, alpha_2) and `ratio_y`
-      for beta-bar, which print gives in constants of the problem. The bound lambda / 10 leaves an
-      error that does not vanish as K grows (docs/errata.md).
+      for beta-bar, which the paper gives in constants of the problem. The bound lambda / 10 leaves
+      an error that does not vanish as K grows (docs/errata.md).
     - "rabo", "rafbo" (Corollary 1; Q = `iterations`, N = `clients`, C_x = `coverage`, T =
       `lower_steps`): alpha = sqrt(C_x / Q) and beta = 1 / (N T Q), the largest that it allows.
     - "afbo" (Corollary 4.1; m = `clients`, K = `inner_rounds`): eta = sqrt(m / T), or sqrt(1 / T)
       if `strongly_convex`; beta = 1 / sqrt(K T), the largest that it allows; and `neumann_scale`
-      log T terms of the estimate, rounded up. Print has no z and no local steps on x.
+      log T terms of the estimate, rounded up. The paper has no z and no local steps on x.
 
     Args:
         method: One of these names.

@@ -10,7 +10,7 @@ upper: cross-entropy on the queries.
 A client's sample is a character with all its drawings, so that a batch of N samples is an episode.
 The losses that a run records are those of one episode per client, at the shared y.
 
-Departure from print: Li et al., "Distributed bilevel optimization with dual pruning for
+Departure from the paper: Li et al., "Distributed bilevel optimization with dual pruning for
 resource-limited clients", use one y*(x) for all episodes, which has no meaning where every episode
 numbers its classes differently.
 """

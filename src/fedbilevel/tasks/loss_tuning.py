@@ -9,7 +9,7 @@ classes are of class k, counted over all clients, because a client may lack a cl
 is the VS-loss of Kini et al., "Label-imbalanced and group-sensitive classification under
 overparameterization", 2021. Its parameters x are a weight w, a factor D and a shift l per class.
 
-Departure from print: Li et al., "Distributed bilevel optimization with dual pruning for
+Departure from the paper: Li et al., "Distributed bilevel optimization with dual pruning for
 resource-limited clients", use the VS-loss on the upper level too, where weights of 0 minimise it.
 
 w and D are twice the sigmoid of their entries of x, and l is its entry. At the start, x = 0, the

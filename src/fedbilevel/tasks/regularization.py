@@ -8,8 +8,8 @@ about exp(x_j) for small coefficients and linear for large ones; the curvature o
 outgrow every step size for y. The ridge makes the lower level strongly convex for every x, in the
 bias too.
 
-Departure from print: Li et al., "Anarchic federated bilevel optimization", use the term x_j W_j,
-with which the lower level has no minimum in general.
+Departure from the paper: Li et al., "Anarchic federated bilevel optimization", use the term x_j
+W_j, with which the lower level has no minimum in general.
 """
 
 from __future__ import annotations
