@@ -20,7 +20,7 @@ from fedbilevel.core.submodels import (
 )
 from fedbilevel.core.tree import Tree, flatten, zeros_like
 from fedbilevel.federation import Federation, Replies
-from fedbilevel.federation.replies import coverage_metrics
+from fedbilevel.federation.totals import coverage_metrics
 
 Policy = Literal["static", "rolling", "importance", "segments"]
 

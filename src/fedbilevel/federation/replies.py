@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 from fedbilevel.core.devices import constant, fetch_async
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodels import Submodel
-from fedbilevel.core.tree import Tree, flatten, is_finite, unflatten, zeros_like
+from fedbilevel.core.tree import Tree, is_finite
 from fedbilevel.federation.kinds import reply_mismatch, templates, unflatten_value
 from fedbilevel.federation.phase import Message, Phase
 from fedbilevel.federation.screening import Screen, stack_norms
 from fedbilevel.federation.stacks import reply_at, weighted_sum
 from fedbilevel.federation.stages import decode_values
 from fedbilevel.federation.task import Broadcast, Results, Sums, Values
+from fedbilevel.federation.totals import Totals
 
 log = logging.getLogger("fedbilevel")
 
@@ -145,15 +146,7 @@ class Replies:
         self.refused_clients: list[int] = []
         self._pending: list[_Pending] = []
         self._replies: list[Reply] = []  # accepted replies, without those pending
-        # Sums over accepted replies, those pending included:
-        self._count: int | Tensor = 0
-        self._whole_count: int | Tensor = 0  # of replies from the whole model
-        self._whole_weight: float | Tensor = 0.0  # of the same
-        self._sums: dict[str, Any] = {}  # by name
-        # Sums over accepted replies from submodels, each as one vector of the size of x or y:
-        self._spread_sums: dict[str, Tensor] = {}  # by name
-        self._holders: dict[str, Tensor] = {}  # for x and y, how many hold each coordinate
-        self._holder_weights: dict[str, Tensor] = {}  # for x and y, the sum of their weights
+        self._totals = Totals(phase, problem)  # over accepted replies, those pending included
 
     def mean(self, name: str) -> Any:
         """The mean over accepted replies, with weights p~_i = (n / |C|) p_i.
@@ -170,13 +163,13 @@ class Replies:
             RuntimeError: The value comes from submodels; it has a `coverage_mean` only.
         """
         self._check_known(name)
-        if name in self._spread_sums:
+        if name in self._totals.spread:
             raise RuntimeError(
                 f"{self.label}: {name!r} comes from submodels; it has a coverage_mean, no mean"
             )
+        mean = self._totals.sums[name]
         if self._pending:
-            return self._sums[name] / self._count
-        mean = self._sums[name]
+            return mean / self._totals.count
         if len(self) > 1:
             mean = mean / len(self)
         if isinstance(mean, Tree):
@@ -198,35 +191,21 @@ class Replies:
             KeyError: The phase replies with no such value.
         """
         self._check_known(name)
-        whole_weight = self._whole_weight
-        if name not in self._spread_sums:
-            if not isinstance(whole_weight, Tensor) and not whole_weight:
-                return zeros_like(self._sums[name])
-            return self._sums[name] / whole_weight  # type: ignore[no-any-return]
-        kind = self._variables()[name]
-        total = self._spread_sums[name]
-        if name in self._sums:
-            total = total + flatten(self._sums[name])
-        weight = self._holder_weights[kind] + whole_weight
-        mean = torch.where(weight > 0, total / weight, 0.0)
-        return unflatten(mean, Tree(getattr(self.problem, kind)))
+        return self._totals.coverage_mean(name)
 
     def _check_known(self, name: str) -> None:
         """Refuse a mean over no reply, or of a value that the phase does not reply with."""
         if not self._pending and not self._replies:
             raise QuorumError(f"{self.label}: no reply was accepted")
-        if name not in self._sums and name not in self._spread_sums:
-            names = {**self._sums, **self._spread_sums}
+        names = {**self._totals.sums, **self._totals.spread}
+        if name not in names:
             raise KeyError(
                 f"phase {self.phase.name!r} replies with {', '.join(names)}, not {name!r}"
             )
 
     def coverage(self) -> dict[str, Tensor]:
         """The `coverage_metrics` of x and of y, where they come from submodels."""
-        metrics: dict[str, Tensor] = {}
-        for kind, holders in self._holders.items():
-            metrics |= coverage_metrics(kind, holders + self._whole_count)
-        return metrics
+        return self._totals.coverage()
 
     def __len__(self) -> int:
         self.check_pending()
@@ -364,7 +343,7 @@ class Replies:
             replies = [replies[index] for index in indices]
             stack = pytree.tree_map(lambda t: t[indices], stack)
             sums = weighted_sum(stack, _weights(replies))
-        self._accumulate(sums, len(replies), _total_weight(replies), submodel)
+        self._totals.add(sums, len(replies), _total_weight(replies), submodel)
         if self.phase.summed:
             self._replies += replies
             return
@@ -384,63 +363,12 @@ class Replies:
         totals: Values = {"steps": sums.steps}
         for name, total in sums.totals.items():
             totals[name] = total
-            if not submodel or name not in self._variables():
+            if not submodel or name not in self._totals.variables:
                 totals[name] = unflatten_value(total, self.phase.reply[name], self.problem)
-        self._accumulate(totals, sums.accepted, sums.weight, submodel)
+        self._totals.add(totals, sums.accepted, sums.weight, submodel)
         self._pending.append(_Pending(replies, list(sums.totals), fetch_async(sums.finite)))
         if not sums.finite.is_cuda:
             self.check_pending()
-
-    def _accumulate(
-        self,
-        sums: Values,
-        count: int | Tensor,
-        weight: float | Tensor,
-        submodel: Submodel | None,
-    ) -> None:
-        """Add the sums over `count` replies, whose weights sum to `weight`."""
-        self._count = self._count + count
-        spread: dict[str, str] = {}
-        if submodel:
-            spread = self._variables()
-            self._accumulate_spread({name: sums[name] for name in spread}, submodel)
-            for kind in dict.fromkeys(spread.values()):
-                self._count_holders(kind, count, weight, submodel)
-        else:
-            self._whole_count = self._whole_count + count
-            self._whole_weight = self._whole_weight + weight
-        for name, total in sums.items():
-            if name in spread:
-                continue
-            if name in self._sums:
-                total = pytree.tree_map(torch.add, self._sums[name], total)
-            self._sums[name] = total
-
-    def _accumulate_spread(self, sums: Mapping[str, Tree | Tensor], submodel: Submodel) -> None:
-        """Add sums over replies from a submodel, each at its positions in x or y."""
-        for name, kind in self._variables().items():
-            part = sums[name]
-            if isinstance(part, Tree):
-                part = flatten(part)
-            whole = Tree(getattr(self.problem, kind))
-            total = self._spread_sums.setdefault(name, part.new_zeros(whole.numel))
-            total.index_add_(0, submodel.positions(whole), part)
-
-    def _variables(self) -> dict[str, str]:
-        """The declared values that are shaped like x or y: "x" or "y" by name."""
-        return {name: str(kind) for name, kind in self.phase.reply.items() if kind in ("x", "y")}
-
-    def _count_holders(
-        self, kind: str, count: int | Tensor, weight: float | Tensor, submodel: Submodel
-    ) -> None:
-        """Note that `count` replies hold the coordinates of a submodel."""
-        whole = Tree(getattr(self.problem, kind))
-        positions = submodel.positions(whole)
-        tensor = next(iter(whole.values()))
-        for totals, amount in ((self._holders, count), (self._holder_weights, weight)):
-            total = totals.setdefault(kind, tensor.new_zeros(whole.numel))
-            each = torch.as_tensor(amount, dtype=total.dtype, device=total.device)
-            total.index_add_(0, positions, each.expand(len(positions)))
 
     @property
     def has_pending(self) -> bool:
@@ -469,26 +397,6 @@ class Replies:
         self.refused_clients.append(client)
         self.refused.append(f"client {client}: {why}")
         log.warning("%s: reply refused, %s", self.label, self.refused[-1])
-
-
-def coverage_metrics(kind: str, counts: Tensor) -> dict[str, Tensor]:
-    """How well clients cover a variable.
-
-    Args:
-        kind: "x" or "y".
-        counts: How many clients hold each coordinate.
-
-    Returns:
-        "min_coverage_{kind}", the least number of clients that hold a coordinate which somebody
-        holds (C* in the papers), and "covered_{kind}", the fraction of coordinates that somebody
-        holds: 0-d tensors, so that nobody waits for a GPU.
-    """
-    held = counts > 0
-    least = counts.where(held, torch.inf).min()
-    return {
-        f"min_coverage_{kind}": least.where(least.isfinite(), 0.0),
-        f"covered_{kind}": held.double().mean(),
-    }
 
 
 def _total_weight(replies: Sequence[Reply]) -> float:
