@@ -188,6 +188,8 @@ def test_a_verdict_without_its_runs_is_not_judged_yet(monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(cells, "load", lambda name, label: [run_of([0.1, 0.9])])
     assert (verdict.shown(), verdict.measured()) == ("reproduced", "90.00%")
+    monkeypatch.setitem(members.BATTERY, "a", [members.Member("b", "digits", "simfbo")])
+    assert verdict.measured() == "90.00% (fewer seeds so far: b (1 of 3))"
     monkeypatch.setattr(cells, "load", lambda name, label: [])
     assert verdict.shown() == "not judged yet"
     found = verdicts.blocks([verdict], "### a: of a test\n")

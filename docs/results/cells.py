@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,11 +23,12 @@ class Row(NamedTuple):
     cells: Sequence[str]
     curves: Sequence[str]
     reported: float | None = None
+    seed: int | None = None  # the only one that counts
 
     def runs(self, index: int) -> list[Run]:
         """Return the seeds of one of the curves."""
         name, _, label = self.curves[index].partition("/")
-        return load(name, label)
+        return [run for run in load(name, label) if self.seed in (None, run.seed)]
 
     def was_run(self) -> bool:
         """Whether one of its curves is there."""
@@ -71,8 +72,8 @@ class Table:
         """Say where the curves are, and which of them are thinned or lack seeds."""
         full: dict[Path, None] = {}
         thinned: dict[Path, list[str]] = {}
-        fewer = []
-        for curve in dict.fromkeys(curve for row in rows for curve in row.curves if curve):
+        curves = [curve for row in rows for curve in row.curves if curve]
+        for curve in dict.fromkeys(curves):
             name, label = curve.split("/", 1)
             file = file_of(name, label)
             if file is None:
@@ -81,20 +82,29 @@ class Table:
                 thinned.setdefault(file, []).append(label)
                 continue
             full[file] = None
-            declared = [len(m.seeds) for m in BATTERY.get(name, ()) if m.label == label]
-            if declared and len(load(name, label)) < declared[0]:
-                fewer.append(f"{label} ({len(load(name, label))} of {declared[0]})")
         parts = []
         if full:
             parts.append(f"Curves: {', '.join(map(_link, full))}.")
-        if fewer:
-            parts.append(f"Fewer seeds so far: {', '.join(fewer)}.")
+        if fewer := fewer_seeds(curves):
+            parts.append(f"Fewer seeds so far: {fewer}.")
         if thinned:
             files = ", ".join(map(_link, thinned))
             labels = ", ".join(label for labels in thinned.values() for label in labels)
             which = f" for {labels}" if full else ""
             parts.append(f"Thinned curves{which}: {files}; costs to an accuracy are upper bounds.")
         return " ".join(parts)
+
+
+def fewer_seeds(curves: Iterable[str]) -> str:
+    """Return which curves lack some of the seeds that are declared, and how many they have."""
+    found = []
+    for curve in dict.fromkeys(curves):
+        name, label = curve.split("/", 1)
+        seeds = len(load(name, label))
+        declared = [len(m.seeds) for m in BATTERY.get(name, ()) if m.label == label]
+        if declared and 0 < seeds < declared[0]:
+            found.append(f"{label} ({seeds} of {declared[0]})")
+    return ", ".join(found)
 
 
 def _link(file: Path) -> str:
@@ -196,14 +206,14 @@ def growth(accuracy: float, cost: str) -> Cell:
     return cell
 
 
-def total_growth(cost: str) -> Cell:
-    """Return by which factor the cost of the whole run differs between a row's two curves."""
+def growth_per_round(cost: str) -> Cell:
+    """Return by which factor the cost of a round differs between a row's two curves."""
 
     def cell(row: Row) -> str:
-        totals = [[run[cost][-1] for run in row.runs(index)] for index in (0, 1)]
-        if not all(totals):
+        costs = [[run[cost][-1] / run["round"][-1] for run in row.runs(index)] for index in (0, 1)]
+        if not all(costs):
             return MISSING
-        return f"{statistics.fmean(totals[1]) / statistics.fmean(totals[0]):.2f}"
+        return f"{statistics.fmean(costs[1]) / statistics.fmean(costs[0]):.2f}"
 
     return cell
 
@@ -278,22 +288,9 @@ def of_seeds(cell_of_runs: Cell) -> Cell:
         runs = row.runs(0)
         if not runs:
             return MISSING
-        texts = []
-        for run in runs:
-            single = _SingleRun(row.cells, row.curves, run)
-            texts.append(cell_of_runs(single))  # type: ignore[arg-type]
-        return ", ".join(texts)
+        return ", ".join(cell_of_runs(row._replace(seed=run.seed)) for run in runs)
 
     return cell
-
-
-class _SingleRun(NamedTuple):
-    cells: Sequence[str]
-    curves: Sequence[str]
-    run: Run
-
-    def runs(self, index: int) -> list[Run]:
-        return [self.run]
 
 
 def swing(curve: int = 0) -> Cell:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cells import MISSING, Cell, Row
+from cells import MISSING, Cell, Row, fewer_seeds
 from curve_files import HERE
 
 REPRODUCED = "reproduced"
@@ -39,8 +39,10 @@ class Verdict(NamedTuple):
     values: tuple[tuple[Cell, tuple[str, ...]], ...] = ()
 
     def measured(self) -> str:
-        """Return the number with its values."""
-        return self.number.format(*self._cells())
+        """Return the number with its values, and which curves lack seeds."""
+        text = self.number.format(*self._cells())
+        fewer = fewer_seeds(curve for _, curves in self.values for curve in curves)
+        return f"{text} (fewer seeds so far: {fewer})" if fewer else text
 
     def shown(self) -> str:
         """Return the verdict, unless it rests on runs that are missing."""
