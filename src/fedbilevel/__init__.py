@@ -17,6 +17,7 @@ Importing this package imports neither PyTorch nor anything else, and changes no
 process: each public name is imported from its module when it is first used.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,10 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = sys.modules[__name__]  # with it, Python suggests a name that is close
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=module
+        )
     module_name, _, attribute = _HOMES[name].partition(":")
     value: object = import_module(f"{__name__}.{module_name}")
     if attribute:

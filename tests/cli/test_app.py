@@ -259,6 +259,11 @@ def test_wrong_calls_within_this_process(tmp_path: Path) -> None:
     assert_refused(invoke("compare", file, "--seeds", 0, "--out", runs), "--seeds")
     assert_refused(invoke("report", tmp_path / "missing"), "missing is not a folder")
     assert_refused(invoke("run", file, "--fast"), "--fast")
+    misspelt = invoke("runn", "digits")
+    assert_refused(misspelt, "No such command 'runn'. Did you mean 'run'?")
+    assert misspelt.err.count("Did you mean") == 1
+    assert_refused(invoke("run"), "Missing argument 'EXPERIMENT'. An experiment of the package")
+    assert invoke("run", "-h") == invoke("run", "--help")
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -65,6 +65,10 @@ def test_a_misspelt_name_is_answered_with_the_closest_one() -> None:
         "mode is 'lop' (did you mean 'loop'?); it must be one of 'stack', 'loop'"
     )
     assert checks.suggestion("x", ["stack", "loop"]) == ""
+    assert (
+        checks.suggestion("lr", ["lr_x", "lr_y", "rounds"]) == " (did you mean 'lr_x' or 'lr_y'?)"
+    )
+    assert checks.suggestion("lop", []) == ""
 
 
 def test_an_unknown_key_is_answered_with_the_known_ones() -> None:

@@ -336,6 +336,17 @@ def test_private_lower_levels_are_refused(function):
 
 
 @pytest.mark.parametrize("function", [hypergradient, solve_lower, phi])
+def test_arguments_of_another_kind_are_refused(function):
+    task = quadratic()
+    with pytest.raises(TypeError, match="x is Tensor; it must be a dict of tensors"):
+        function(task.problem, task.clients, torch.zeros(3))
+    with pytest.raises(TypeError, match="problem is list; it must be an object of Problem"):
+        function(task.clients, task.problem, task.problem.x)
+    with pytest.raises(TypeError, match="clients is ClientData; it must be a sequence"):
+        function(task.problem, task.clients[0], task.problem.x)
+
+
+@pytest.mark.parametrize("function", [hypergradient, solve_lower, phi])
 def test_unknown_methods_are_refused(function):
     task = quadratic()
     sentence = (

@@ -93,8 +93,11 @@ def test_a_public_name_is_the_object_of_its_home(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'fedbilevel' has no attribute 'Problme'"):
+    with pytest.raises(
+        AttributeError, match="module 'fedbilevel' has no attribute 'Problme'"
+    ) as error:
         fb.Problme  # noqa: B018
+    assert (error.value.name, error.value.obj) == ("Problme", fb)  # for Python's suggestion
 
 
 def test_the_table_of_names_agrees_with_the_imports_for_type_checkers() -> None:

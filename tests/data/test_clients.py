@@ -221,6 +221,12 @@ def test_columns_that_are_no_features_are_refused() -> None:
     many = pd.DataFrame({"note": [f"note {i}" for i in range(90)], "y": [0, 1] * 45})
     with pytest.raises(ValueError, match=r"column 'note' holds .* different texts"):
         fb.clients(many, count=3, target="y")
+    with pytest.raises(
+        TypeError, match=r"data is 'patients\.csv'; read the file first, as by pandas"
+    ):
+        fb.clients("patients.csv", count=2, target="y")
+    with pytest.raises(TypeError, match=r"features is 'age'; it must be a list of .*\['age'\]"):
+        fb.clients(frame, by="hospital", target="sick", features="age")
     with pytest.raises(TypeError, match="data is int; it must be a frame of pandas"):
         fb.clients(3, count=2, target="y")
     with pytest.raises(ValueError, match="column 'age' holds infinity"):

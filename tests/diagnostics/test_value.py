@@ -260,6 +260,9 @@ def test_the_table_begins_with_the_most_harmful() -> None:
     assert float(lines[-1].split()[-1]) == pytest.approx(result.upper_loss, rel=1e-3)
     assert "harms" in lines[1]
     assert "helps" in lines[3]
+    html = result.to_html()
+    assert html.index("harms") < html.index("helps")
+    assert html.count("<th ") == 5 + 3  # headings, with that of leave-one-out, and names
     assert (result.harmful, result.helpful) == ([2], [0])
 
 

@@ -21,7 +21,7 @@ from plotly.offline import get_plotlyjs
 import fedbilevel as fb
 from fedbilevel import report
 from fedbilevel.report._curves import mean_curve
-from fedbilevel.report._page import page
+from fedbilevel.report._page import _name_of, page
 from fedbilevel.runs import folder
 from fedbilevel.runs.clients import distribution
 from fedbilevel.runs.folder import RunFolder
@@ -461,3 +461,11 @@ def test_clients_are_shown_as_a_histogram(browser: Browser, tmp_path: Path) -> N
     assert [shares[0], shares[10], shares[19]] == [50, 25, 25]
     assert sum(shares) == 100
     tab.close()
+
+
+def test_a_page_about_a_table_is_headed_by_its_file() -> None:
+    config = {"task": {"name": "table", "path": "/somewhere/patients.csv"}}
+    assert _name_of("data", config) == "patients.csv"
+    assert _name_of("task", config) == "table"
+    assert _name_of("data", {"task": {"name": "quadratic"}}) is None
+    assert _name_of("data", {"task": "a", "data": {"name": "digits"}}) == "digits"

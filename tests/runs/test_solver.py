@@ -82,12 +82,30 @@ def test_labels_out_of_range_name_the_client_before_round_1() -> None:
         ),
         ({"weights": [1.0]}, "weights has 1 entries; there are 3 clients"),
         ({"clients": []}, "clients is empty"),
+        (
+            {"clients": clients()[0]},
+            "clients is ClientData; it must be a sequence with a ClientDat",
+        ),
+        ({"clients": [(1, 2)]}, r"clients\[0\] is tuple; it must be an object of ClientData"),
+        ({"problem": clients()}, "problem is list; it must be an object of Problem"),
+        (
+            {"algorithm": fb.algorithms.SimFBO},
+            "algorithm is the class SimFBO; it must be an object of Algorithm",
+        ),
+        ({"environment": {}, "rounds": 0}, "environment is dict; it must be an object of Envi"),
+        ({"metric": "mae"}, "metric is str; it must be an object of Metric"),
+        ({"evaluate": 0.3}, "evaluate is 0.3; it must be a function"),
+        ({"evaluate": lambda x, y: "good"}, "evaluate returned 'good'; it must return a dict"),
+        (
+            {"callbacks": fb.callbacks.EarlyStopping(patience=1)},
+            "callbacks is EarlyStopping; it must be a list of them",
+        ),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(arguments: dict[str, Any], message: str) -> None:
-    all_arguments = {"clients": clients(), "algorithm": "simfbo", "rounds": 1} | arguments
+    usual = {"problem": classifier(), "clients": clients(), "algorithm": "simfbo", "rounds": 1}
     with pytest.raises((ValueError, TypeError), match=message) as error:
-        fb.solve(classifier(), **all_arguments)
+        fb.solve(**{**usual, **arguments})  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 

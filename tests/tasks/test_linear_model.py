@@ -56,5 +56,7 @@ def test_numbers_are_fitted_by_a_ridge_regression() -> None:
 
 def test_inputs_that_are_no_table_are_refused() -> None:
     images = fb.clients(torch.zeros(8, 1, 4, 4), target=[0, 1] * 4, count=2)
+    with pytest.raises(TypeError, match="clients is list; it must be an object of Clients"):
+        fb.linear_model(list(images))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no table; write the losses"):
         fb.linear_model(images)

@@ -72,6 +72,7 @@ app = typer.Typer(
     name="fedbilevel",
     help="Federated bilevel optimization: run algorithms, compare them, report what they cost.",
     epilog="Example: fedbilevel compare digits --out runs/digits",
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -123,7 +124,7 @@ def _explain(error: Exception) -> str:
     if federation is not None:
         explained.append(federation.ClientError)
     if isinstance(error, ClickException):
-        return str(error.format_message())
+        return _explain_usage(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         if package in EXTRA_OF:
@@ -133,6 +134,17 @@ def _explain(error: Exception) -> str:
     if isinstance(error, tuple(explained)) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error} (FEDBILEVEL_DEBUG=1 shows where)"
+
+
+def _explain_usage(error: Any) -> str:
+    """Say what a missing argument is; keep one suggestion, because click and typer both make it."""
+    text, *suggestions = str(error.format_message()).split(" Did you mean")
+    parameter = getattr(error, "param", None)
+    if suggestions:
+        return f"{text} Did you mean{suggestions[0]}"
+    if text.startswith("Missing") and parameter is not None:
+        return f"{text} {parameter.help or ''}"
+    return text
 
 
 def _print_version(wanted: bool) -> None:

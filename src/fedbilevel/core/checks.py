@@ -18,7 +18,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher
+from typing import TypeVar
+
+T = TypeVar("T")
+
+ALIKE = 0.6  # how alike a name must be to be suggested
+
+
+def instance(name: str, value: object, kind: type[T]) -> T:
+    """Check that `value` is an object of a class."""
+    if not isinstance(value, kind):
+        given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{name} is {given}; it must be an object of {kind.__name__}")
+    return value
 
 
 def number(name: str, value: object) -> float:
@@ -103,14 +116,16 @@ def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def suggestion(value: object, allowed: Iterable[str]) -> str:
-    """Return " (did you mean ...?)" if an allowed name is close to `value`, else "".
+    """Return " (did you mean ...?)" with the allowed names that are closest to `value`, else "".
 
     It belongs right behind the value: lists of what is allowed can be long.
     """
-    close = get_close_matches(str(value), list(map(str, allowed)), n=1)
-    if not close:
+    likeness = {str(name): SequenceMatcher(None, str(name), str(value)).ratio() for name in allowed}
+    most = max(likeness.values(), default=0.0)
+    if most < ALIKE:
         return ""
-    return f" (did you mean {close[0]!r}?)"
+    closest = [repr(name) for name, ratio in likeness.items() if ratio == most]
+    return f" (did you mean {' or '.join(closest)}?)"
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:

@@ -145,6 +145,24 @@ def _check_side(side: str, data: object) -> None:
         raise ValueError(f"{side} is empty; a client needs at least one sample on each side")
 
 
+def check_clients(clients: object) -> None:
+    """Check that something is a sequence of clients, without asking for one of them.
+
+    Args:
+        clients: What was given as the data of all clients.
+
+    Raises:
+        TypeError: It is no sequence.
+        ValueError: It is empty.
+    """
+    if isinstance(clients, ClientData) or not hasattr(clients, "__getitem__"):
+        raise TypeError(
+            f"clients is {type(clients).__name__}; it must be a sequence with a ClientData for each"
+        )
+    if len(clients) == 0:  # type: ignore[arg-type]
+        raise ValueError("clients is empty; a federation needs at least one")
+
+
 def client_weights(
     weights: str | Sequence[float], clients: Sequence[ClientData]
 ) -> Sequence[float]:

@@ -23,7 +23,7 @@ from torch.func import jacrev
 
 from fedbilevel.core import checks
 from fedbilevel.core.capabilities import find_capabilities
-from fedbilevel.core.client_data import Batch, ClientData, client_weights
+from fedbilevel.core.client_data import Batch, ClientData, check_clients, client_weights
 from fedbilevel.core.derivatives import grad
 from fedbilevel.core.linear import CG, MatVec, Solution, Solver, UnsolvedError
 from fedbilevel.core.oracle import Oracle
@@ -54,6 +54,8 @@ class PooledProblem:
     def __init__(
         self, problem: Problem, clients: Sequence[ClientData], weights: str | Sequence[float]
     ) -> None:
+        checks.instance("problem", problem, Problem)
+        check_clients(clients)
         if problem.lower_level != "shared":
             raise ValueError(
                 "the pooled hypergradient needs lower_level='shared'; this problem's is 'private'"
@@ -97,8 +99,11 @@ class PooledProblem:
         """x as a tree, unless a variable of the clients lacks the axis over them.
 
         Raises:
+            TypeError: It is no dict of tensors.
             ValueError: It has another shape.
         """
+        if not isinstance(x, Mapping):
+            raise TypeError(f"x is {type(x).__name__}; it must be a dict of tensors")
         n = len(self.batches)
         for name, start in self.oracle.problem.x.items():
             expected = (n, *start.shape) if name in self.owned else start.shape

@@ -244,6 +244,8 @@ def clients(
         >>> fb.clients(table, count=3, target="sick").features
         ['age', 'sex=f', 'sex=m']
     """
+    if isinstance(features, str):
+        raise TypeError(f"features is {features!r}; it must be a list of columns: [{features!r}]")
     rows_given = None if isinstance(validation, (int, float)) else validation
     fraction = validation if rows_given is None else 0.0
     _check_dealing(by, count)

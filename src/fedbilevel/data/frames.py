@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import narwhals as nw
@@ -56,6 +57,8 @@ def read_table(data: Any) -> Table:
     arrow = getattr(data, "with_format", None)
     if arrow is not None and hasattr(data, "column_names"):  # a dataset of Hugging Face
         data = data.with_format("arrow")[:]
+    if isinstance(data, (str, Path)):
+        raise TypeError(f"data is {str(data)!r}; read the file first, as by pandas.read_csv")
     if isinstance(data, Mapping):
         columns = {str(name): np.asarray(values) for name, values in data.items()}
     elif isinstance(data, (np.ndarray, Tensor)):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fedbilevel.core import checks
 from fedbilevel.core.capabilities import find_capabilities
-from fedbilevel.core.client_data import Batch, ClientData, client_weights
+from fedbilevel.core.client_data import Batch, ClientData, check_clients, client_weights
 from fedbilevel.core.embedding import AnyBatch
 from fedbilevel.core.hypergradient import line_search
 from fedbilevel.core.linear import CG, MatVec
@@ -176,8 +176,8 @@ def check(
     """
     checks.integer("rounds", rounds, least=1)
     checks.integer("seed", seed, least=0)
-    if len(clients) == 0:
-        raise ValueError("clients is empty; a federation needs at least one")
+    checks.instance("problem", problem, Problem)
+    check_clients(clients)
     if problem.lower_level == "private":
         raise ValueError("check needs lower_level='shared'; this problem's is 'private'")
     if problem.client_names:
@@ -186,7 +186,7 @@ def check(
             f"gives {min(problem.client_names)!r} to the clients"
         )
     checks.one_of("mode", mode, ("stack", "loop"))
-    environment = environment or Environment()
+    environment = checks.instance("environment", environment or Environment(), Environment)
     environment.check(len(clients))
     device = str(next(iter(problem.x.values())).device)
     with on_client(0, "before round 1"):

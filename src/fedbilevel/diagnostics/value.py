@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedbilevel.core import checks
-from fedbilevel.core.client_data import Batch, ClientData
+from fedbilevel.core.client_data import Batch, ClientData, check_clients
 from fedbilevel.core.markup import html_table
 from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.problem import Problem
@@ -177,18 +177,32 @@ class Value:
         lines.append(f"loss on the trusted samples: {self.upper_loss:.4g}")
         return "\n".join(lines)
 
+    def to_html(self) -> str:
+        """Return the same as a table of HTML."""
+        headings = ["client", "verdict", "value", f"{self.level:.0%} interval"]
+        if self.leave_one_out is not None:
+            headings.append("left out")
+        rows = []
+        for client in sorted(range(len(self.values)), key=self.values.__getitem__):
+            interval = f"{self.low[client]:+.2e} to {self.high[client]:+.2e}"
+            row = [
+                self.names[client],
+                self.verdict(client),
+                f"{self.values[client]:+.2e}",
+                interval,
+            ]
+            if self.leave_one_out is not None:
+                row.append(f"{self.leave_one_out[client]:+.2e}")
+            rows.append(row)
+        caption = f"loss on the trusted samples: {self.upper_loss:.4g}"
+        return html_table(rows, headings, caption)
+
     def _repr_html_(self) -> str:
         """The picture and the table, for a notebook."""
         from fedbilevel.diagnostics.value_figure import value_figure  # matplotlib is slow
         from fedbilevel.runs.display import html_image
 
-        rows = []
-        for client in sorted(range(len(self.values)), key=self.values.__getitem__):
-            interval = f"{self.low[client]:+.2e} to {self.high[client]:+.2e}"
-            value = f"{self.values[client]:+.2e}"
-            rows.append((self.names[client], value, interval, self.verdict(client)))
-        headings = ("client", "value", f"{self.level:.0%} interval", "verdict")
-        return html_image(value_figure(self.bars())) + html_table(rows, headings)
+        return html_image(value_figure(self.bars())) + self.to_html()
 
 
 def value(
@@ -291,6 +305,7 @@ def value(
     if federation is None:
         if clients is None:
             raise ValueError("clients is missing; it must be given, or a federation")
+        check_clients(clients)
         problem, clients, groups = _with_groups(problem, clients, groups)
         fed = simulated_federation(problem, clients, weights=weights, seed=seed, mode="loop")
     else:

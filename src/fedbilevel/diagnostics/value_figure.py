@@ -29,6 +29,7 @@ STYLE: Any = {
     "svg.fonttype": "path",
     "svg.hashsalt": "fedbilevel",  # the same values give the same file
 }
+PANEL_WIDTH = 3.8  # inches
 SUFFIXES = (".pdf", ".png", ".svg")
 
 
@@ -68,6 +69,23 @@ def value_figure(bars: Bars, losses: Mapping[str, float] | None = None) -> Figur
         if losses:
             _draw_losses(plots[1], losses)
     return canvas
+
+
+def panels(bars: Bars, losses: Mapping[str, float] | None = None) -> list[Figure]:
+    """Return the same as one picture per panel, each narrow enough for a phone.
+
+    Args:
+        bars: What the clients are worth.
+        losses: Test losses to compare, by name, or None.
+    """
+    drawn = [value_figure(bars)]
+    if losses:
+        with matplotlib.rc_context(STYLE):
+            drawn.append(Figure(layout="constrained"))
+            _draw_losses(drawn[-1].subplots(), losses)
+    for figure in drawn:
+        figure.set_size_inches(PANEL_WIDTH, drawn[0].get_figheight())
+    return drawn
 
 
 def _draw_values(plot: Axes, bars: Bars, order: list[int]) -> None:

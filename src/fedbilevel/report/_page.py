@@ -44,7 +44,7 @@ from fedbilevel.report._tables import (
     table_rows,
     unusual,
 )
-from fedbilevel.runs.folder import RunFolder
+from fedbilevel.runs.folder import RunFolder, Table
 
 PHASE_COLUMNS = {
     "rounds": ("Rounds", AXES["round"]),
@@ -180,16 +180,21 @@ def _title(groups: Sequence[Group]) -> str:
     """Return the names of the tasks and data sets, as "TASK on DATA"."""
     parts = []
     for key in ("task", "data"):
-        names = set()
-        for group in groups:
-            entry = group.runs[0].config.get(key)
-            if isinstance(entry, dict):
-                entry = entry["name"]
-            if entry is not None:
-                names.add(entry)
+        names = {_name_of(key, group.runs[0].config) for group in groups} - {None}
         if names:
-            parts.append(", ".join(sorted(names)))
+            parts.append(", ".join(sorted(map(str, names))))
     return " on ".join(parts) or "Runs"
+
+
+def _name_of(key: str, config: Table) -> str | None:
+    """Return the name of a run's task or data set; data may be a file that the task reads."""
+    entry = config.get(key)
+    task = config.get("task")
+    if entry is None and isinstance(task, dict) and "path" in task:
+        return Path(task["path"]).name
+    if isinstance(entry, dict):
+        entry = entry["name"]
+    return entry
 
 
 def _lowest_costs(rows: Iterable[Row], axis: str) -> dict[float, float]:

@@ -8,9 +8,10 @@ from html import escape
 from importlib import resources
 
 import matplotlib
+from matplotlib.figure import Figure
 
 from fedbilevel.diagnostics.value import Value
-from fedbilevel.diagnostics.value_figure import STYLE, value_figure
+from fedbilevel.diagnostics.value_figure import STYLE, panels
 
 
 def value_page(title: str, value: Value, losses: Mapping[str, float] | None, notes: str) -> str:
@@ -22,20 +23,30 @@ def value_page(title: str, value: Value, losses: Mapping[str, float] | None, not
         losses: Test losses to compare, by name, or None.
         notes: Plain text below the picture; an empty line begins a paragraph.
     """
-    picture = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        value_figure(value.bars(), losses).savefig(picture, format="svg", metadata={"Date": None})
-    svg = picture.getvalue()
-    svg = svg[svg.index("<svg") :].replace("<svg ", '<svg role="img" aria-label="values" ', 1)
+    labels = ("values with their intervals", "losses")
+    pictures = ""
+    for label, panel in zip(labels, panels(value.bars(), losses), strict=False):
+        pictures += f"<figure>{_svg(panel, label)}</figure>\n"
     css = (resources.files("fedbilevel.report") / "page.css").read_text("utf-8")
     paragraphs = "".join(f"<p>{escape(each)}</p>\n" for each in notes.split("\n\n") if each)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{css}\n"
-        "figure { margin: 1.5rem 0; background: #ffffff; padding: .5rem; border-radius: .4rem; }\n"
-        "figure svg { width: 100%; height: auto; }\n</style>\n</head>\n<body>\n"
-        f"<header><h1>{escape(title)}</h1></header>\n<figure>{svg}</figure>\n{paragraphs}"
-        f'<div class="scroll" tabindex="0"><pre>{escape(str(value))}</pre></div>\n'
-        "</body>\n</html>\n"
+        ".panels { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0; }\n"
+        "figure { flex: 1 1 20rem; max-width: 44rem; margin: 0; padding: .5rem;\n"
+        "  background: #ffffff; border-radius: .4rem; }\n"
+        "caption { padding: .4rem .6rem; text-align: left; }\n"
+        "figure svg { display: block; width: 100%; height: auto; }\n</style>\n</head>\n<body>\n"
+        f'<header><h1>{escape(title)}</h1></header>\n<div class="panels">\n{pictures}</div>\n'
+        f'{paragraphs}<div class="scroll" tabindex="0">{value.to_html()}</div>\n</body>\n</html>\n'
     )
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """Return a figure as an element of a page."""
+    text = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

@@ -166,6 +166,8 @@ def as_numbers(source: str, metrics: Mapping[str, object]) -> dict[str, float]:
         >>> as_numbers("evaluate", {"accuracy": torch.tensor(0.5)})
         {'accuracy': 0.5}
     """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"{source} returned {metrics!r:.80}; it must return a dict of numbers")
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         number = value

@@ -119,7 +119,7 @@ def load_run(path: Path | str) -> LoadedRun:
         The run; of an unfinished one, the variables at its last checkpoint.
 
     Raises:
-        OSError: If a file of the run cannot be read.
+        OSError: If there is no run, or a file of it cannot be read.
         ValueError: If a file is damaged, or was not written by this version of fedbilevel.
 
     Examples:
@@ -134,6 +134,8 @@ def load_run(path: Path | str) -> LoadedRun:
         >>> bool((run.x["x"] == result.x["x"]).all())
         True
     """
+    if not (Path(path) / folder.CONFIG).is_file():
+        raise FileNotFoundError(f"{path} is no run folder: it holds no {folder.CONFIG}")
     run_folder = folder.read(path)
     try:
         saved = checkpoint.load(Path(path) / folder.CHECKPOINT)

@@ -117,6 +117,13 @@ class Run:
                 f"{type(fed.transport).__name__} carries messages between a server and its clients "
                 "only; such methods run in simulations"
             )
+        for name, function in (("evaluate", evaluate), ("evaluate_client", evaluate_client)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is {function!r}; it must be a function")
+        if metric is not None:
+            checks.instance("metric", metric, Metric)
+        if isinstance(callbacks, Callback):
+            raise TypeError(f"callbacks is {type(callbacks).__name__}; it must be a list of them")
         algorithm.check(fed.problem, fed.environment)
         _check_derivatives(algorithm, fed)
         self.algorithm = algorithm

@@ -11,7 +11,13 @@ import torch
 
 from fedbilevel.core import checks, devices, ranks
 from fedbilevel.core.capabilities import find_capabilities
-from fedbilevel.core.client_data import ClientData, client_weights, named_tensors, repack
+from fedbilevel.core.client_data import (
+    ClientData,
+    check_clients,
+    client_weights,
+    named_tensors,
+    repack,
+)
 from fedbilevel.core.precision import Compile, Precision
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
@@ -85,9 +91,9 @@ def simulated_federation(
         >>> federation.ledger.rounds
         3
     """
-    if len(clients) == 0:
-        raise ValueError("clients is empty; a federation needs at least one")
-    environment = environment or Environment()
+    checks.instance("problem", problem, Problem)
+    check_clients(clients)
+    environment = checks.instance("environment", environment or Environment(), Environment)
     environment.check(len(clients))
     checks.one_of("mode", mode, ("stack", "loop"))
     if problem.client_names and ranks.size() > 1:
@@ -111,7 +117,7 @@ def simulated_federation(
     batch_size = environment.batch_size
     episode = batch_size if problem.lower_level == "private" else None
     with on_client(0, "before round 1"):
-        first = clients[0]
+        first = checks.instance("clients[0]", clients[0], ClientData)
         problem.check(first, device, episode)
         _warn_of_detached_upper_loss(problem, first, device, batch_size)
         found = find_capabilities(problem, first, device, episode)

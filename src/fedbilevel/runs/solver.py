@@ -138,10 +138,12 @@ def solve(
     if resume and out is None:
         raise ValueError("resume is True but out is not given; out names the folder of the run")
     _raise_in_interrupted_cell()
+    checks.instance("problem", problem, Problem)
     if isinstance(algorithm, str):
         method = algorithms.get(algorithm)()
     else:
         method = algorithm or algorithms.SimFBO()
+        checks.instance("algorithm", method, Algorithm)  # type: ignore[type-abstract]
     if federation is None:
         device = ranks.local_device(devices.resolve_device(device))
         federation = simulated_federation(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
 from fedbilevel.data.clients import Clients
@@ -55,6 +56,7 @@ def linear_model(clients: Clients) -> Problem:
         >>> [value.names[site] for site in value.harmful]
         ['c']
     """
+    checks.instance("clients", clients, Clients)
     if not clients.features:
         raise ValueError(
             "the inputs of these clients are no table; write the losses of an fb.Problem for them"
