@@ -92,7 +92,7 @@ def test_labels_out_of_range_name_the_client_before_round_1() -> None:
             {"algorithm": fb.algorithms.SimFBO},
             "algorithm is the class SimFBO; it must be an object of Algorithm",
         ),
-        ({"environment": {}, "rounds": 0}, "environment is dict; it must be an object of Envi"),
+        ({"environment": {"local_steps": 2}}, "environment is dict; it must be an object of Envi"),
         ({"metric": "mae"}, "metric is str; it must be an object of Metric"),
         ({"evaluate": 0.3}, "evaluate is 0.3; it must be a function"),
         ({"evaluate": lambda x, y: "good"}, "evaluate returned 'good'; it must return a dict"),
