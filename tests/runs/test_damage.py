@@ -3,6 +3,7 @@
 There is no third outcome, and what is refused is left as it is.
 """
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -154,6 +155,39 @@ def test_an_edited_config_is_refused_and_a_missing_one_written_again(
     config.unlink()
     invoke_ok("run", runs / "a.toml", "--out", run, "--resume")
     assert config.read_text() == original
+
+
+def test_what_a_checkpoint_refers_to_is_on_the_disk_before_it(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut leaves what was synced, and no name is given to a file that was not."""
+    synced: dict[int, int] = {}  # by the number of a file: its length when it was synced
+    replaced: list[str] = []
+    fsync = os.fsync
+    replace = os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        synced[found.st_ino] = found.st_size
+
+    def assert_synced(*files: Path) -> None:
+        for file in files:
+            assert synced.get(file.stat().st_ino) == file.stat().st_size, file
+
+    def note_replace(source: Path, target: Path) -> None:
+        assert_synced(source)
+        if target.name == "latest.safetensors":
+            assert_synced(run / "metrics.jsonl", *run.glob("checkpoint/memories-*"))
+        replace(source, target)
+        replaced.append(target.name)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    run = tmp_path / "run"
+    invoke_ok("run", runs / "a.toml", "--out", run)
+    assert set(replaced) == {"config.toml", "latest.safetensors", "summary.json"}
+    assert list(run.glob("checkpoint/memories-*"))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])

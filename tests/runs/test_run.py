@@ -257,7 +257,7 @@ def test_a_metric_that_is_not_a_number_is_named(task: fb.tasks.Task, value: Any)
 
 def test_an_unknown_unit_of_cost_and_a_negative_amount_are_refused(task: fb.tasks.Task) -> None:
     fed = fb.simulated_federation(task.problem, task.clients)
-    with pytest.raises(ValueError, match=r"unit is 'round'; it must be one of .*'rounds'"):
+    with pytest.raises(ValueError, match=r"unit is 'round' .*; it must be one of 'rounds'"):
         Run(fb.algorithms.SimFBO(), fed, {"round": 6})
     with pytest.raises(ValueError, match="bytes is -1; it must not be negative"):
         Run(fb.algorithms.SimFBO(), fed, {"rounds": 6}, every={"bytes": -1})

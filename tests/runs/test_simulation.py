@@ -55,6 +55,22 @@ def test_an_upper_loss_without_a_graph_is_warned_of(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("detached", ["y", "all"])
+def test_a_lower_loss_without_a_graph_to_y_is_warned_of(
+    task: fb.tasks.Task, caplog: pytest.LogCaptureFixture, detached: str
+) -> None:
+    lower = task.problem.lower
+
+    def lower_loss(x: fb.Tree, y: fb.Tree, batch: Any) -> Tensor:
+        if detached == "all":
+            return lower(x, y, batch, ()).detach()
+        return lower(x, y.map(Tensor.detach), batch, ())
+
+    warning = "the lower loss does not depend on y, which stays where it starts"
+    assert warning in warnings_of(replace(task.problem, lower=lower_loss), task, caplog)
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("level", ["x", "y"])
 def test_an_upper_loss_of_one_of_x_and_y_is_not_warned_of(
     task: fb.tasks.Task, caplog: pytest.LogCaptureFixture, level: str

@@ -12,12 +12,15 @@ import torch
 from fedbilevel.core import checks, devices, ranks
 from fedbilevel.core.capabilities import find_capabilities
 from fedbilevel.core.client_data import (
+    Batch,
     ClientData,
+    Data,
     check_clients,
     client_weights,
     named_tensors,
     repack,
 )
+from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.precision import Compile, Precision
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import Tree
@@ -119,7 +122,7 @@ def simulated_federation(
     with on_client(0, "before round 1"):
         first = checks.instance("clients[0]", clients[0], ClientData)
         problem.check(first, device, episode)
-        _warn_of_detached_upper_loss(problem, first, device, batch_size)
+        _warn_of_detached_losses(problem, first, device, batch_size)
         found = find_capabilities(problem, first, device, episode)
         if found.no_first:
             raise ValueError(f"the lower loss has no derivative in y: {found.no_first}")
@@ -181,24 +184,33 @@ def _training_samples(clients: Sequence[ClientData], client: int) -> int:
         return clients[client].size("train")
 
 
-def _warn_of_detached_upper_loss(
+def _warn_of_detached_losses(
     problem: Problem, client: ClientData, device: str, samples: int | None
 ) -> None:
-    """Warn if the upper loss has no graph to x or y: all its gradients would be zero."""
-    side = problem.validated(client).val
-    data = repack(side, [tensor[:samples].to(device) for _, tensor in named_tensors(side)])
+    """Warn if a loss has no graph to what it is minimised over: its gradients would be zero."""
+    client = problem.validated(client)
+
+    def some(data: Data) -> Data:
+        return repack(data, [tensor[:samples].to(device) for _, tensor in named_tensors(data)])
+
     key = torch.zeros((), dtype=torch.int64, device=device)
+    batch = Batch(some(client.train), some(client.val), key)
+    oracle = Oracle(problem)
     with torch.enable_grad():
         # Copies of leaves, because a loss may work in place.
         x, y = (
             tree.map(lambda t: t.detach().requires_grad_().clone())
             for tree in (Tree(problem.x), Tree(problem.y))
         )
-        if problem.embed is not None:
-            data = problem.embed(x, data, key)
-        value = problem.upper(x, y, data, key)
-    if not value.requires_grad:
+        upper = oracle.upper(x, y, batch)
+        lower = oracle.lower(x.map(torch.Tensor.detach), y, batch)
+    if not upper.requires_grad:
         log.warning(
             "the upper loss depends on neither x nor y, so that there is nothing to minimise "
+            "(a detach, or torch.no_grad?); fb.check tells more"
+        )
+    if not lower.requires_grad:
+        log.warning(
+            "the lower loss does not depend on y, which stays where it starts "
             "(a detach, or torch.no_grad?); fb.check tells more"
         )
