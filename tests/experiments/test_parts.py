@@ -123,13 +123,18 @@ def test_an_error_in_a_task_of_the_users_own_is_explained(
     assert not (tmp_path / "run").exists()
 
 
-def test_functions_of_python_are_not_called_and_the_working_folder_hides_no_module(
-    tmp_path: Path, module: str
-) -> None:
+def test_functions_of_python_are_not_called(tmp_path: Path, module: str) -> None:
     write(tmp_path / "a.toml", "task = { name = 'os:system', command = 'touch touched' }")
     for command in ("check", "run"):
         assert_refused(invoke(command, "a.toml"), "'os:system'", "standard library")
     assert not (tmp_path / "touched").exists()
-    write(tmp_path / "tomli_w.py", "raise SystemExit('hidden')")
-    invoke_ok("run", write(tmp_path / "b.toml", f"task = '{module}:plain'"), "--rounds", 1)
-    assert sys.path[-1] == str(tmp_path)
+
+
+def test_neither_the_working_folder_nor_that_of_the_experiment_hides_a_module(
+    tmp_path: Path, module: str
+) -> None:
+    beside = tmp_path / "experiments"
+    beside.mkdir()
+    before = list(sys.path)
+    invoke_ok("run", write(beside / "b.toml", f"task = '{module}:plain'"), "--rounds", 1)
+    assert sys.path == [*before, str(beside), str(tmp_path)]
