@@ -21,29 +21,14 @@ FEW_SHOT_REPORTED = {  # in percent, in the order of COLUMNS
     "protonet": (80.76, 89.33, 60.05, 78.01),
     "maml": (81.46, 92.01, 61.36, 78.35),
 }
-
-
 SUBMODELS = ("static", "oap", "fedrolex", "fiarse")
 ONE_SEED = [method for method in FEW_SHOT if method != "maml"]  # of the older runs
 COLUMNS = ("5-way 1-shot", "5-way 5-shot", "20-way 1-shot", "20-way 5-shot")
-
-
-def few_shot_rows() -> list[Row]:
-    """Return the methods of Table II, each with its four curves."""
-    rows = []
-    for method in FEW_SHOT:
-        reported = ", ".join(f"{value:.2f}" for value in FEW_SHOT_REPORTED[method])
-        rows.append(Row((method, reported), [f"rabo-table2/{method} {c}" for c in COLUMNS]))
-    return rows
-
-
 CLIENTS_CURVES = {
     10: "rabo-table2/rabo conv4 1",
     **{clients: f"rabo-table3-conv4/rabo-{clients}" for clients in (20, 30, 50)},
 }
 CLIENTS_REPORTED = {10: 76.05, 20: 75.81, 30: 74.39, 50: 72.76}  # in percent, 1-shot
-
-
 LOSS_TUNING = {
     "rabo": "rabo, 10 terms x 0.1",
     "rafbo": "rafbo, 10 terms x 0.1",
@@ -55,6 +40,15 @@ LOSS_TUNING = {
     "fedmbo": "fedmbo, full models",
     "fedavg": "fedavg, full models, untuned loss",
 }
+
+
+def few_shot_rows() -> list[Row]:
+    """Return the methods of Table II, each with its four curves."""
+    rows = []
+    for method in FEW_SHOT:
+        reported = ", ".join(f"{value:.2f}" for value in FEW_SHOT_REPORTED[method])
+        rows.append(Row((method, reported), [f"rabo-table2/{method} {c}" for c in COLUMNS]))
+    return rows
 
 
 def few_shot_panels() -> list[Panel]:
