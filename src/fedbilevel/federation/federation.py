@@ -1,21 +1,17 @@
 """The federation: what an algorithm sees of its clients, the same on every transport.
 
 `Federation.sample` draws cohorts; `ask`, `post` and `collect` exchange messages and replies with
-clients. Whatever a transport reports passes through `Federation._handle_report`, where bytes and
-costs are booked and replies are handed to `Replies`, which refuses wrong ones.
+clients. How an exchange runs, and what it costs, is in `exchanges.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy, deepcopy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -23,23 +19,17 @@ from fedbilevel.core import checks
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.rng import fold_in, integers, root, subset
 from fedbilevel.core.tree import Tree, nbytes
-from fedbilevel.federation import ledger as events
 from fedbilevel.federation._assignment import Assigner, ClientMessages, Submodels
 from fedbilevel.federation.environment import Environment
-from fedbilevel.federation.ledger import Ledger
+from fedbilevel.federation.exchanges import Exchanges
+from fedbilevel.federation.ledger import Ledger, LinksCrossed, RoundStarted
 from fedbilevel.federation.phase import Phase
-from fedbilevel.federation.replies import QuorumError, Replies, log
-from fedbilevel.federation.screening import FEWEST, Screen
+from fedbilevel.federation.records import Records
+from fedbilevel.federation.replies import QuorumError, Replies
 from fedbilevel.federation.stacks import stack_replies
-from fedbilevel.federation.task import Broadcast, Results, Task, TaskCost
+from fedbilevel.federation.task import Task
 from fedbilevel.federation.topology import among, links_of, mix, mixing_matrix
-from fedbilevel.federation.transport import Arrived, Departed, Missed, Rejected, Report, Transport
-
-# Recorded numbers whose name begins with one of these words are not averaged.
-EXTREMES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+from fedbilevel.federation.transport import Transport
 
 
 class Federation:
@@ -61,8 +51,6 @@ class Federation:
 
     Attributes:
         iteration: Completed iterations of the algorithm; the run counts them.
-        ledger: What the run has cost so far.
-        in_flight: The posted tasks that have not ended, by client.
         runtime: How clients compute, where that was chosen before the first round, for the record.
         no_second_derivatives: Why the losses have no second derivatives; empty if they have, or if
             nobody has looked.
@@ -85,15 +73,7 @@ class Federation:
     """
 
     # What `mark` and `snapshot` keep of the attributes; their names are keys of a checkpoint.
-    KEPT = (
-        "iteration",
-        "cohorts",
-        "draws",
-        "recorded",
-        "heard",
-        "in_flight",
-        "deferred_quorum_error",
-    )
+    KEPT = ("iteration", "cohorts", "draws", "heard")
 
     def __init__(
         self,
@@ -117,42 +97,37 @@ class Federation:
         self.assigner = Assigner(
             problem, clients, self.environment, weights, transport.samples, seed
         )
-        self.ledger = Ledger()
+        self.exchanges = Exchanges(problem, transport, self.environment)
         self.runtime: Mapping[str, str] = {}
         self.no_second_derivatives = ""
         self.iteration = 0
         self.cohorts = 0  # how many cohorts were drawn
         self.draws = 0  # how many numbers the server has drawn
-        # The sum or the extreme of the numbers recorded under each name, and their count.
-        self.recorded: dict[str, tuple[float | Tensor, int]] = {}
+        self.recorded = Records()
         self.heard: set[int] = set()  # clients whose replies were collected
-        self.in_flight: dict[int, Task] = {}
-        # The replies of the last `ask` until they are checked, and how many clients were asked.
-        self.pending: tuple[int, Replies] | None = None
-        self.deferred_quorum_error = ""
-        self.screen: Screen | None = None
-        if self.environment.norm_factor is not None:
-            self.screen = Screen(self.environment.norm_factor)
 
     def __len__(self) -> int:
         """The number of registered clients."""
         return self.clients
 
     @property
-    def now(self) -> float:
-        """Seconds since the run began; virtual seconds in a simulation.
+    def ledger(self) -> Ledger:
+        """What the run has cost so far."""
+        return self.exchanges.ledger
 
-        Examples:
-            >>> import fedbilevel as fb
-            >>> task = fb.tasks.load("quadratic", clients=4)
-            >>> environment = fb.Environment(delay=fb.delays.Constant(2.0))
-            >>> fed = fb.simulated_federation(task.problem, task.clients, environment)
-            >>> method = fb.algorithms.SimFBO()
-            >>> s = method.init(task.problem)
-            >>> replies = fed.ask(method.descend(), fed.sample(), x=s.x, y=s.y, z=s.z)
-            >>> fed.now
-            2.0
-        """
+    @property
+    def in_flight(self) -> Mapping[int, Task]:
+        """The posted tasks that have not ended, by client."""
+        return self.exchanges.in_flight
+
+    @property
+    def excluded(self) -> Collection[int]:
+        """The clients that were put aside after too many refused replies."""
+        return self.transport.excluded
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began; virtual seconds in a simulation."""
         return self.transport.now
 
     def sample(self) -> list[int]:
@@ -250,27 +225,8 @@ class Federation:
             >>> [reply.client for reply in replies]
             [0, 2]
         """
-        tasks = self.assigner.assign(
-            phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration
-        )
-        excluded = self.transport.excluded
-        if excluded:
-            tasks = [task for task in tasks if task.client not in excluded]
-        replies = self._start_round(phase)
-        reports: Iterable[Report] = itertools.chain(
-            self.transport.send(tasks, True), self.transport.receive(tasks, len(tasks))
-        )
-        if not self.transport.ordered:
-            reports = _in_client_order(reports)
-        for report in reports:
-            self._handle_report(report, replies)
-        replies.compare()
-        replies.idle = [task.client for task in sorted(tasks, key=_end_time)]
-        # While these replies are computed on a GPU, those of the last `ask` are checked.
-        self.check_pending()
-        self.pending = len(clients), replies
-        if not replies.has_pending:
-            self.check_pending()
+        tasks = self._assign(phase, clients, each, submodels, message)
+        replies = self.exchanges.ask(phase, tasks, self.iteration)
         self.record(**replies.coverage())
         return replies
 
@@ -309,23 +265,8 @@ class Federation:
             >>> len(replies), len(fed.in_flight)
             (2, 2)
         """
-        for client, times in Counter(clients).items():
-            if client in self.in_flight or times > 1:
-                raise RuntimeError(
-                    f"client {client} would have two tasks in flight; it can have one at a time"
-                )
-        for other in itertools.islice(self.in_flight.values(), 1):
-            if other.broadcast.phase.name != phase.name:
-                name = other.broadcast.phase.name
-                raise RuntimeError(
-                    f"phase {phase.name!r} must wait: tasks of {name!r} are in flight"
-                )
-        tasks = self.assigner.assign(
-            phase, clients, each, submodels, message, self.ledger.rounds + 1, self.iteration
-        )
-        self.in_flight |= {task.client: task for task in tasks}
-        for report in self.transport.send(tasks, False):
-            self._handle_report(report, None)
+        self.exchanges.check_can_post(phase, clients)
+        self.exchanges.post(self._assign(phase, clients, each, submodels, message))
 
     def collect(self, count: int | None = None) -> Replies:
         """Wait for the next replies of posted tasks: one communication round.
@@ -355,25 +296,7 @@ class Federation:
         if count is None:
             count = self.environment.cohort_size(len(self))
         checks.integer("count", count, least=1)
-        phase = next(iter(self.in_flight.values())).broadcast.phase
-        if self.screen is not None and not self.screen.has_seen(phase.name):
-            # Nobody knows yet how long a reply is: the first ones are compared with each other.
-            count = max(count, min(FEWEST, len(self.in_flight)))
-        replies = self._start_round(phase)
-        while self.in_flight and len(replies) < count:
-            reports = list(self.transport.receive(None, count - len(replies)))
-            if not reports:
-                name = type(self.transport).__name__
-                raise RuntimeError(
-                    f"{name} reports nothing of {len(self.in_flight)} tasks in flight"
-                )
-            for task in sorted(_ended_tasks(reports), key=_end_time):
-                task.position = len(replies.idle)
-                replies.idle.append(task.client)
-            for report in reports:
-                self._handle_report(report, replies)
-            replies.compare()
-        self._count_refused(replies)
+        replies = self.exchanges.collect(count, self.iteration)
         self.record(**replies.coverage())
         if staleness := [reply.staleness for reply in replies]:
             self.record(staleness=sum(staleness) / len(staleness), max_staleness=max(staleness))
@@ -407,9 +330,9 @@ class Federation:
         """
         W = among(self.mixing_matrix, clients)
         row = nbytes(values) // len(clients)
-        self.ledger.book(events.RoundStarted("mix"))
+        self.ledger.book(RoundStarted("mix"))
         sent = [links * row for links in links_of(W)]
-        self.ledger.book(events.LinksCrossed("mix", clients, sent))
+        self.ledger.book(LinksCrossed("mix", clients, sent))
         return mix(W, values)
 
     @functools.cached_property
@@ -460,27 +383,24 @@ class Federation:
         tasks = self.assigner.assign(
             phase, clients, each, None, {}, self.ledger.rounds, self.iteration
         )
-        for task in tasks:
-            task.broadcast.is_local = True
-        label = f"phase {phase.name!r}, after round {self.ledger.rounds}"
-        replies = Replies(label, phase, self.problem)
-        for report in _in_client_order(
-            itertools.chain(
-                self.transport.send(tasks, True), self.transport.receive(tasks, len(tasks))
-            )
-        ):
-            self._handle_report(report, replies)
-        if len(replies) < len(clients):
-            why = replies.refused[0] if replies.refused else "a task was lost"
-            raise QuorumError(f"{label}: every client is needed, {why}")
+        replies = self.exchanges.local(phase, tasks, self.iteration)
         return stack_replies(
             [{name: reply.values[name] for name in phase.reply} for reply in replies]
         )
 
-    def _start_round(self, phase: Phase) -> Replies:
-        self.ledger.book(events.RoundStarted(phase.name))
-        label = f"phase {phase.name!r}, round {self.ledger.rounds}"
-        return Replies(label, phase, self.problem, self.screen)
+    def _assign(
+        self,
+        phase: Phase,
+        clients: Sequence[int],
+        each: ClientMessages,
+        submodels: Submodels,
+        message: Mapping[str, Any],
+    ) -> list[Task]:
+        """Make the tasks of the next round."""
+        round_ = self.ledger.rounds + 1
+        return self.assigner.assign(
+            phase, clients, each, submodels, message, round_, self.iteration
+        )
 
     def _check_exclusions(self) -> None:
         """Raise a `QuorumError` if too few clients are left that may be asked."""
@@ -489,66 +409,9 @@ class Federation:
         if len(self) - len(excluded) < needed:
             raise QuorumError(f"clients {sorted(excluded)} were excluded, {needed} are needed")
 
-    def _handle_report(self, report: Report, replies: Replies | None) -> None:
-        """Book what a transport reports, and hand replies that arrived to `replies`."""
-        if isinstance(report, Departed):
-            if not any(task.broadcast.is_local for task in report.tasks):
-                self.ledger.book(_messages_sent(report.tasks))
-            return
-        assert replies is not None
-        match report:
-            case Arrived(results):
-                results.tasks[0].broadcast.check_unchanged()
-                clients = [task.client for task in results.tasks]
-                sent = 0 if results.tasks[0].broadcast.is_local else results.nbytes
-                sizes = [sent] * len(clients)
-                self.ledger.book(
-                    events.TasksDone(replies.phase.name, clients, results.costs, sizes)
-                )
-                replies.accept(results, self.iteration)
-            case Missed(task, cost, excluded):
-                if cost is not None:
-                    self.ledger.book(
-                        events.TasksDone(replies.phase.name, [task.client], [cost], [0])
-                    )
-                if not excluded:
-                    self.ledger.book(events.TaskLost())
-            case Rejected(client, why):
-                replies.refuse(client, why)
-        for task in _ended_tasks([report]):
-            if self.in_flight.get(task.client) is task:
-                del self.in_flight[task.client]
-
     def check_pending(self) -> None:
-        """Check the replies of the last `ask`, if they are still pending, and its quorum.
-
-        Raises:
-            QuorumError: Too few of them were accepted.
-        """
-        self._conclude_ask()
-        if self.deferred_quorum_error:
-            raise QuorumError(self.deferred_quorum_error)
-
-    def _conclude_ask(self) -> None:
-        """Count the refused replies of the last `ask`, and note whether a quorum is missing."""
-        if self.pending is None:
-            return
-        asked, replies = self.pending
-        self.pending = None
-        replies.check_pending()
-        self._count_refused(replies)
-        needed = min(self.environment.min_replies, asked)
-        if len(replies) < needed:
-            accepted = f"{len(replies)} of {asked} replies were accepted"
-            error = f"{replies.label}: {accepted}, at least {needed} needed"
-            if replies.refused:
-                error += f" ({replies.refused[0]})"
-            self.deferred_quorum_error = error
-
-    @property
-    def excluded(self) -> Collection[int]:
-        """The clients that were put aside after too many refused replies."""
-        return self.transport.excluded
+        """Check the replies of the last `ask`; raise a `QuorumError` if too few were accepted."""
+        self.exchanges.check_pending()
 
     def refuse(self, client: int, why: str) -> None:
         """Count a reply that was accepted as refused after all.
@@ -557,16 +420,9 @@ class Federation:
             client: Who sent it.
             why: What is wrong with it; completes "client 3: ".
         """
-        log.warning("round %d: reply refused, client %d: %s", self.ledger.rounds, client, why)
-        self.ledger.book(events.RepliesRefused(1))
-        self.transport.notify_refused([client])
+        self.exchanges.refuse(client, why)
 
-    def _count_refused(self, replies: Replies) -> None:
-        self.ledger.book(events.RepliesRefused(len(replies.refused)))
-        self.transport.notify_refused(replies.refused_clients)
-
-    @contextmanager
-    def uncharged(self, setting: str) -> Iterator[None]:
+    def uncharged(self, setting: str) -> AbstractContextManager[None]:
         """A context in which exchanges cost nothing and take no time.
 
         It is meant for simulations of a method whose paper takes an exchange to be free.
@@ -577,25 +433,12 @@ class Federation:
         Raises:
             RuntimeError: The transport has a real clock.
         """
-        try:
-            paused_clock = self.transport.paused_clock()
-        except RuntimeError as error:
-            raise RuntimeError(f"{setting}, but {error}") from None
-        self.check_pending()  # pending replies are booked before the costs are set aside
-        booked = self.ledger
-        self.ledger = deepcopy(booked)
-        try:
-            with paused_clock:
-                yield
-                self.check_pending()
-        finally:
-            self.ledger = booked
+        return self.exchanges.uncharged(setting)
 
     def personal(self, client: int, x: Tree, y: Tree) -> tuple[Tree, Tree]:
-        """The whole x and y of one client: the server's part and the client's own.
+        """The whole x and y of one client, as `Result.personal` returns them.
 
-        A method for personal models may keep a whole model with each client; then it is that. It
-        reads what a client has kept for itself. It is for evaluation and export; no algorithm
+        It reads what a client has kept for itself. It is for evaluation and export; no algorithm
         may use it.
 
         Args:
@@ -609,18 +452,6 @@ class Federation:
         Raises:
             ValueError: There is no such client.
             LookupError: The client is on another machine, which alone has its model.
-
-        Examples:
-            >>> import dataclasses
-            >>> import fedbilevel as fb
-            >>> task = fb.tasks.load("quadratic", clients=4)
-            >>> problem = dataclasses.replace(task.problem, owner={"y": "client"})
-            >>> fed = fb.simulated_federation(problem, task.clients)
-            >>> x, y = problem.start
-            >>> y
-            {}
-            >>> fed.personal(2, x, y)[1].keys()
-            dict_keys(['y'])
         """
         checks.integer("client", client, least=0, most=len(self) - 1)
         return self.problem.client_point(x, y, self.transport.own(client))
@@ -644,15 +475,7 @@ class Federation:
             {'residual': 2.5, 'max_residual': 4.0}
         """
         for name, value in values.items():
-            total, count = self.recorded.get(name, (0.0, 0))
-            extreme = EXTREMES.get(name.split("_")[0])
-            if extreme and count:
-                total = extreme(_float64(total), _float64(value))
-            elif isinstance(value, Tensor) and not value.is_cpu:
-                total = total + value.double()  # not read: that would wait for a GPU
-            else:
-                total = total + float(value)
-            self.recorded[name] = (total, count + 1)
+            self.recorded.add(name, value)
 
     def records(self) -> dict[str, float]:
         """What was recorded since the last call, for the metrics.
@@ -661,42 +484,25 @@ class Federation:
             The means and extremes by name, and "participants", the number of different clients
             whose replies were collected (without a barrier only).
         """
-        records = {}
-        for name, (total, count) in self.recorded.items():
-            records[name] = float(total)
-            if name.split("_")[0] not in EXTREMES:
-                records[name] /= count
+        records = self.recorded.take()
         if self.heard:
             records["participants"] = len(self.heard)
-        self.recorded = {}
         self.heard = set()
         return records
 
     def mark(self) -> dict[str, Any]:
         """Mark the present state, for `rollback`; the previous mark is void."""
-        state = {name: copy(getattr(self, name)) for name in self.KEPT}
-        state["ledger"] = self.ledger.mark()
-        state["pending"] = self.pending
-        state["transport"] = self.transport.mark()
-        state["tasks"] = self.assigner.tasks_made
-        state["norms"] = self._norms()
-        return state
-
-    def _norms(self) -> dict[str, Any]:
-        if self.screen is None:
-            return {}
-        return self.screen.plain()
+        return {
+            **{name: copy(getattr(self, name)) for name in self.KEPT},
+            "recorded": dict(self.recorded.values),
+            "tasks": self.assigner.tasks_made,
+            "exchanges": self.exchanges.mark(),
+        }
 
     def rollback(self, mark: Mapping[str, Any]) -> None:
         """Undo everything since the mark."""
-        self.ledger.rollback(mark["ledger"])
-        self.transport.rollback(mark["transport"])
-        self.pending = mark["pending"]
-        self.assigner.tasks_made = mark["tasks"]
-        if self.screen is not None:
-            self.screen.restore(mark["norms"])
-        for name in self.KEPT:
-            setattr(self, name, copy(mark[name]))
+        self._set_kept(mark)
+        self.exchanges.rollback(mark["exchanges"])
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that the next iteration depends on except the algorithm's state.
@@ -704,99 +510,25 @@ class Federation:
         Returns:
             Plain values and tensors, for a checkpoint.
         """
-        self._conclude_ask()
-        recorded = {}
-        for name, (total, count) in self.recorded.items():
-            recorded[name] = (float(total), count)
         return {
+            **self.exchanges.snapshot(),
             **{name: getattr(self, name) for name in self.KEPT},
-            "ledger": self.ledger.to_dict(),
-            "recorded": recorded,
             "heard": sorted(self.heard),
+            "recorded": self.recorded.plain(),
             "tasks": self.assigner.tasks_made,
-            "norms": self._norms(),
             "in_flight": self.assigner.tasks_to_dict(list(self.in_flight.values())),
-            "transport": self.transport.snapshot(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Resume from a snapshot."""
-        for name in self.KEPT:
-            setattr(self, name, copy(snapshot[name]))
-        self.ledger = Ledger.from_dict(snapshot["ledger"])
-        self.heard = set(snapshot["heard"])
-        self.assigner.tasks_made = snapshot["tasks"]
-        if self.screen is not None:
-            self.screen.restore(snapshot["norms"])
+        self._set_kept(snapshot)
         tasks = self.assigner.tasks_from_dict(snapshot["in_flight"], self.device)
-        self.in_flight = {task.client: task for task in tasks}
-        self.transport.restore(snapshot["transport"], self.in_flight)
+        self.exchanges.restore(snapshot, {task.client: task for task in tasks})
 
-
-def _float64(value: float | Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64)
-
-
-def _in_client_order(reports: Iterable[Report]) -> Iterator[Report]:
-    """The same reports with the replies last: one stack per broadcast, in the order of the clients.
-
-    Sums then do not depend on who was first.
-    """
-    arrived: dict[Broadcast, list[Results]] = defaultdict(list)
-    for report in reports:
-        if isinstance(report, Arrived):
-            arrived[report.results.tasks[0].broadcast].append(report.results)
-        else:
-            yield report
-    for results in arrived.values():
-        yield from _merge(results)
-
-
-def _merge(results: Sequence[Results]) -> Iterator[Arrived]:
-    """Results of one broadcast as one stack, or one by one if their replies have unequal shapes."""
-    ordered = sorted(results, key=lambda part: part.tasks[0].position)
-    tasks: list[Task] = []
-    costs: list[TaskCost] = []
-    leaves: list[list[Tensor]] = []
-    shapes = set()
-    for part in ordered:
-        tensors, treespec = pytree.tree_flatten(part.values)
-        shapes.add((treespec, *((tensor.shape, tensor.dtype) for tensor in tensors)))
-        leaves.append(tensors)
-        tasks += part.tasks
-        costs += part.costs
-    if len(shapes) > 1:
-        yield from map(Arrived, ordered)
-        return
-    stacked = [torch.cat(column) for column in zip(*leaves, strict=True)]
-    values = pytree.tree_unflatten(stacked, treespec)
-    yield Arrived(Results(tasks, costs, ordered[0].nbytes, values))
-
-
-def _end_time(task: Task) -> tuple[float, int]:
-    return task.ended_at, task.number
-
-
-def _ended_tasks(reports: Iterable[Report]) -> Iterator[Task]:
-    """The tasks that ended according to these reports."""
-    for report in reports:
-        if isinstance(report, Arrived):
-            yield from report.results.tasks
-        elif isinstance(report, (Missed, Rejected)) and report.task is not None:
-            yield report.task
-
-
-def _messages_sent(tasks: Sequence[Task]) -> events.MessagesSent:
-    """The bytes that tasks have on the wire, on the way to their clients."""
-    broadcasts = {task.broadcast for task in tasks}
-    shared = {broadcast: nbytes(broadcast.wire_message) for broadcast in broadcasts}
-    clients = []
-    sizes = []
-    for task in tasks:
-        size = shared[task.broadcast]
-        if task.client_message:
-            size += nbytes(dict(task.client_message))
-        clients.append(task.client)
-        sizes.append(size)
-    phase = tasks[0].broadcast.phase.name if tasks else ""
-    return events.MessagesSent(phase, clients, sizes)
+    def _set_kept(self, state: Mapping[str, Any]) -> None:
+        """Set what both marks and snapshots hold."""
+        for name in self.KEPT:
+            setattr(self, name, copy(state[name]))
+        self.heard = set(state["heard"])
+        self.recorded = Records(state["recorded"])
+        self.assigner.tasks_made = state["tasks"]

@@ -1,8 +1,8 @@
 """The ledger: what a run has cost, per phase and per client.
 
-`Federation` books an event whenever something costs something; `Ledger.book` is the only function
+`Exchanges` books an event whenever something costs something; `Ledger.book` is the only function
 that changes the ledger. Bytes are counted on both ways: `bytes_down` when a transport reports that
-messages have departed, `bytes_up` when it reports replies (`Federation._handle_report`).
+messages have departed, `bytes_up` when it reports replies (`reports.costs_of`).
 """
 
 from __future__ import annotations
