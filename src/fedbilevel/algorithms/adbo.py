@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict
 
@@ -321,9 +321,7 @@ class SDBO(Algorithm):
         if client["last_heard"] != t:
             return client
         gap = client["x"] - x - self.c2 * client["theta"]
-        moved = client.copy()
-        moved["theta"] = client["theta"] + self.lr_dual_consensus * gap
-        return moved
+        return {**client, "theta": client["theta"] + self.lr_dual_consensus * gap}
 
     def add_plane(self, s: State, fed: Federation) -> State:
         """Drop planes without a multiplier, and add the tangent of h at the current point.
@@ -367,7 +365,7 @@ class SDBO(Algorithm):
         """Take the K steps of y'_i and y'; return the y'_i, a, and y'."""
         y = s.y
         asked = list(range(len(fed)))
-        phis = [zeros_like(s.y) for _ in asked]
+        phis = {j: zeros_like(y) for j in asked}
         kinds = [LowerResponseStep] * self.plane_steps
         if not self.as_coded:
             kinds.pop()  # the last step comes with a
@@ -379,18 +377,23 @@ class SDBO(Algorithm):
             if self.as_coded and kind is PlaneGradient:
                 break  # a is of one step more than the y'_i
             responses = {reply.client: reply.values["y"] for reply in r}
-            gaps = {j: y_j - y for j, y_j in responses.items()}
-            y = y + self.server_lr_y * _sum(
-                reply.weight * (phis[reply.client] + self.penalty * gaps[reply.client])
-                for reply in r
-            )
-            for j in asked:
-                phis[j] = phis[j] + self.lr_y * gaps[j]
+            y, phis = self.consensus_of_responses(y, phis, r)
             message = {"each": [{"phi": phis[j]} for j in asked]}
             if self.as_coded:
                 for j, own in zip(asked, message["each"], strict=True):
                     own["known_y"] = s.clients[j]["known_y"]
         return {j: responses[j] for j in asked}, len(r) * r.mean("a"), y
+
+    def consensus_of_responses(
+        self, y: Tree, phis: Mapping[int, Tree], r: Replies
+    ) -> tuple[Tree, dict[int, Tree]]:
+        """Take a step of y' and of the phi_i of the clients that answered."""
+        gaps = {reply.client: reply.values["y"] - y for reply in r}
+        pull = _sum(
+            reply.weight * (phis[reply.client] + self.penalty * gaps[reply.client]) for reply in r
+        )
+        moved = {j: phis[j] + self.lr_y * gap for j, gap in gaps.items()}
+        return y + self.server_lr_y * pull, {**phis, **moved}
 
 
 @register("adbo")
@@ -484,12 +487,8 @@ def _tasks_of_idle(s: State) -> tuple[State, list[dict[str, Tree]]]:
 
 def _with_known(s: State, before: Iterable[ClientCopy]) -> State:
     """Return the state with the `known_y` of these earlier copies."""
-    clients = []
-    for client, earlier in zip(s.clients, before, strict=True):
-        known = client.copy()
-        known["known_y"] = earlier["known_y"]
-        clients.append(known)
-    return s._replace(clients=clients)
+    pairs = zip(s.clients, before, strict=True)
+    return s._replace(clients=[client | {"known_y": old["known_y"]} for client, old in pairs])
 
 
 def _no_rows(like: Tree) -> Tree:
