@@ -10,7 +10,7 @@ from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.afl import AFL
 from fedbilevel.algorithms.aggitd import AggITD
 from fedbilevel.algorithms.asfbo import ASFBO, LAASFBO
-from fedbilevel.algorithms.base import Algorithm, State
+from fedbilevel.algorithms.base import Algorithm, Point, State
 from fedbilevel.algorithms.ditto import Ditto
 from fedbilevel.algorithms.dsbo import DSBO
 from fedbilevel.algorithms.f2sa import F2SA
@@ -82,6 +82,7 @@ __all__ = [
     "PFedMe",
     "PerFedAvg",
     "Phase",
+    "Point",
     "Prometheus",
     "ProtoNet",
     "ShroFBO",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import (
     Evaluation,
@@ -25,13 +25,6 @@ from fedbilevel.core.settings import Count, Positive, StepsOrEpochs
 from fedbilevel.core.tree import Tree, zeros_like
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
-
-
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
 
 
 class GradientAndStart(Evaluation):
@@ -215,11 +208,7 @@ class AggITD(Algorithm):
     step_scale: Literal["same", "per-client"] = "same"
     independent_batches: bool = False
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run N lower rounds with the estimate of p along them, then one upper round."""
         if fed.problem.client_levels:
             return self.iterate_on_own_y(s, fed)
@@ -251,9 +240,9 @@ class AggITD(Algorithm):
         p = self.neumann_lr * (N + 1) * z
         h = fed.ask(Hypergradient(), S, x=x, y=y, p=p).mean("h")
         x = x + fed.ask(self.upper_round(), S, x=x, y=y, h=h).mean("dx")
-        return State(fed.problem.project(x), y)
+        return Point(fed.problem.project(x), y)
 
-    def iterate_on_own_y(self, s: State, fed: Federation) -> State:
+    def iterate_on_own_y(self, s: Point, fed: Federation) -> Point:
         """Run the same loops where y belongs to the clients, who keep y_i and v_i."""
         N = self.inner_rounds
         x, y = s
@@ -269,7 +258,7 @@ class AggITD(Algorithm):
         hypergradient = OwnFactorsHypergradient(scale=self.neumann_lr * (N + 1))
         h = fed.ask(hypergradient, S, x=x, y=y, v=zeros_like(y)).mean("h")
         x = x + fed.ask(self.upper_round(), S, x=x, y=y, h=h).mean("dx")
-        return State(fed.problem.project(x), y)
+        return Point(fed.problem.project(x), y)
 
     def check(self, problem: Problem, environment: Environment) -> None:
         """Check as any algorithm, and settings without a meaning where y belongs to the clients."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from fedbilevel.core import schedules, settings
 from fedbilevel.core.problem import Problem
@@ -44,13 +44,28 @@ class State(Protocol):
         ...
 
 
+class Point(NamedTuple):
+    """The `State` of a method whose server keeps x and y alone.
+
+    Examples:
+        >>> import fedbilevel as fb
+        >>> task = fb.tasks.load("quadratic", clients=4)
+        >>> fb.algorithms.FedNest().init(task.problem)._fields
+        ('x', 'y')
+    """
+
+    x: Tree
+    y: Tree
+
+
 @dataclasses.dataclass(frozen=True)
 class Algorithm(ABC):
     """A method for federated bilevel problems: base class of all algorithms.
 
     A subclass is a frozen dataclass. Its fields are its settings: their annotations say what is
-    allowed, and the constructor checks them. It defines `init`, the state before the first
-    iteration, and `iterate`, which asks clients to run phases and moves x and y by their replies.
+    allowed, and the constructor checks them. It defines `iterate`, which asks clients to run phases
+    and moves x and y by their replies, and, where its state is more than x and y, `init`, the state
+    before the first iteration.
 
     Where a step size comes from: it is a setting annotated `Step`, a number or a schedule. Before
     iteration t the run calls `at(t)`, which replaces schedules by their values at t, and calls
@@ -121,9 +136,8 @@ class Algorithm(ABC):
                 f"{shared!r} to the server; all of y must belong to the clients"
             )
 
-    @abstractmethod
     def init(self, problem: Problem) -> Any:
-        """Return the state before the first iteration.
+        """Return the state before the first iteration, by default the `Point` of the problem.
 
         Args:
             problem: The problem to solve; its `start` holds the first x and y.
@@ -131,6 +145,7 @@ class Algorithm(ABC):
         Returns:
             A `State` of this algorithm.
         """
+        return Point(*problem.start)
 
     @abstractmethod
     def iterate(self, s: Any, fed: Federation) -> Any:

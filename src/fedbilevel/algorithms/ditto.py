@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.fedavg import gradients_of
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared_personal import Local, PersonalModel, State
+from fedbilevel.algorithms.shared_personal import Local, PersonalModel
 from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import NonNegative
 from fedbilevel.federation import Federation
@@ -90,12 +89,8 @@ class Ditto(Algorithm):
     pull: NonNegative = 0.1
     train: Literal["both", "y"] = "both"
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round of local training."""
         phase = TrainBoth(lr_x=self.lr_x, lr_y=self.lr_y, pull=self.pull, train=self.train)
         r = fed.ask(phase, fed.sample(), x=s.x, y=s.y)
-        return State(fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"))
+        return Point(fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"))

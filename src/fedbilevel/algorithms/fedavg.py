@@ -12,11 +12,10 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.registry import register
 from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree, zeros_like
@@ -28,13 +27,6 @@ Gradients = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 Part = Mapping[str, Mapping[str, Tensor]]
 """For "x" and "y", what masks a client's weights; empty where it trains the whole model."""
-
-
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
 
 
 class Local(NamedTuple):
@@ -218,11 +210,7 @@ class FedAvg(Algorithm):
     train: Literal["both", "y"] = "both"
     episode_steps: Count = 5
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round of local training."""
         r = fed.ask(self.phase(fed), fed.sample(), x=s.x, y=s.y)
         return self.move(s, r.mean("dx"), r.mean("dy"), fed)
@@ -238,6 +226,6 @@ class FedAvg(Algorithm):
             episode_steps=self.episode_steps,
         )
 
-    def move(self, s: State, dx: Tree, dy: Tree, fed: Federation) -> State:
+    def move(self, s: Point, dx: Tree, dy: Tree, fed: Federation) -> Point:
         """Return the state after the server's step along the mean displacements dx and dy."""
-        return State(fed.problem.project(s.x + self.server_lr * dx), s.y + self.server_lr * dy)
+        return Point(fed.problem.project(s.x + self.server_lr * dx), s.y + self.server_lr * dy)

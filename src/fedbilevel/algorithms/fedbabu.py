@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from fedbilevel.algorithms.base import Algorithm, ClientLevels
+from fedbilevel.algorithms.base import Algorithm, ClientLevels, Point
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import LowerRound
 from fedbilevel.core.client_data import Batch
@@ -21,13 +21,6 @@ from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
-
-
-class State(NamedTuple):
-    """The server's x and y; the heads are with the clients."""
-
-    x: Tree
-    y: Tree
 
 
 class Local(NamedTuple):
@@ -112,11 +105,7 @@ class FedBABU(Algorithm):
     training_iterations: Count = 200
     fine_tune_steps: Count = 20
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round on the representation, or, after the training, on all heads."""
         if fed.iteration < self.training_iterations:
             r = fed.ask(TrainBody(lr_x=self.lr_x), fed.sample(), x=s.x, y=s.y)

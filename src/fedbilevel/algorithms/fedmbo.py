@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import (
     HessianProduct,
@@ -17,19 +17,11 @@ from fedbilevel.algorithms.shared_episodes import Episodes, descend_lower
 from fedbilevel.algorithms.shared_hypergradients import random_hypergradient
 from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
 from fedbilevel.federation.phase import Number
-
-
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
 
 
 class ChainStart(UpperGradientY):
@@ -124,11 +116,7 @@ class FedMBO(Algorithm):
     neumann_steps: Count = 5
     inner_rounds: Count = 1
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run T rounds on y, estimate the hypergradient by chains, and move x."""
         if fed.problem.lower_level == "private":
             return self.iterate_episodes(s, fed)
@@ -140,7 +128,7 @@ class FedMBO(Algorithm):
         clients = self.draw_clients(len(chains), fed)
         each = [{"p": r} for r in chains]
         h = fed.ask(Hypergradient(), clients, x=x, y=y, each=each).mean("h")
-        return State(fed.problem.project(x - self.lr_x * h), y)
+        return Point(fed.problem.project(x - self.lr_x * h), y)
 
     def run_chains(self, x: Tree, y: Tree, count: int, fed: Federation) -> list[Tree]:
         """Return the ends r of this many chains, without those whose start was lost."""
@@ -164,7 +152,7 @@ class FedMBO(Algorithm):
         """Draw clients uniformly, with replacement."""
         return [fed.draw(len(fed)) for _ in range(count)]
 
-    def iterate_episodes(self, s: State, fed: Federation) -> State:
+    def iterate_episodes(self, s: Point, fed: Federation) -> Point:
         """Run one iteration where the lower level is private."""
         phase = EpisodeHypergradients(
             lr_y=self.lr_y,
@@ -174,4 +162,4 @@ class FedMBO(Algorithm):
         )
         r = fed.ask(phase, fed.sample(), x=s.x, y=s.y)
         x = fed.problem.project(s.x - self.lr_x * r.mean("h"))
-        return State(x, s.y + r.mean("dy"))
+        return Point(x, s.y + r.mean("dy"))

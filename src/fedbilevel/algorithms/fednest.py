@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared import (
     Evaluation,
@@ -35,13 +35,6 @@ from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Message, Number, StepBatch
 
 
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
-
-
 @dataclass(frozen=True, kw_only=True)
 class _NestedLoops(Algorithm):
     """What both variants share: the settings, and FedInn, T = `inner_rounds` rounds on y."""
@@ -59,10 +52,6 @@ class _NestedLoops(Algorithm):
     def as_coded(self) -> bool:
         """Whether phases do as the published code of FedNest does."""
         return False
-
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
 
     def fed_inn(self, x: Tree, y: Tree, fed: Federation) -> Tree:
         """FedInn, T times: return the new y."""
@@ -208,7 +197,7 @@ class FedNest(_NestedLoops):
         """Whether phases do as the published code does."""
         return self.compat == "reference"
 
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run FedInn, FedIHGP and FedOut."""
         if fed.problem.client_levels:
             return self.iterate_on_own_y(s, fed)
@@ -223,9 +212,9 @@ class FedNest(_NestedLoops):
             p = self.fed_ihgp(x, y, v, fed)
         h = fed.ask(Hypergradient(full=self.as_coded), S, x=x, y=y, p=p).mean("h")
         x = x + fed.ask(self.upper_round(), S, x=x, y=y, h=h).mean("dx")
-        return State(fed.problem.project(x), y)
+        return Point(fed.problem.project(x), y)
 
-    def iterate_on_own_y(self, s: State, fed: Federation) -> State:
+    def iterate_on_own_y(self, s: Point, fed: Federation) -> Point:
         """Run the same loops where y belongs to the clients: only x and h travel."""
         S = fed.sample()
         lower_round = LowerRound(lr_y=self.lr_y, lower="sgd", steps=self.lower_steps or "local")
@@ -365,11 +354,11 @@ class LFedNest(_NestedLoops):
     lower: Literal["svrg", "sgd"] = "sgd"
     hypergradient_batch: HypergradientBatch = "one"
 
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run FedInn, and one round of local steps on x."""
         y = self.fed_inn(s.x, s.y, fed)
         x = s.x + fed.ask(self.upper_round(), fed.sample(), x=s.x, y=y).mean("dx")
-        return State(fed.problem.project(x), y)
+        return Point(fed.problem.project(x), y)
 
     def upper_round(self) -> LocalUpperRound:
         """Return the phase of the upper round at this iteration's step sizes."""

@@ -6,9 +6,9 @@ Arivazhagan, Aggarwal, Singh and Choudhary, "Federated Learning with Personaliza
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from fedbilevel.algorithms.base import Algorithm, ClientLevels
+from fedbilevel.algorithms.base import Algorithm, ClientLevels, Point
 from fedbilevel.algorithms.fedavg import Local, Train
 from fedbilevel.algorithms.registry import register
 from fedbilevel.core.problem import Problem
@@ -16,13 +16,6 @@ from fedbilevel.core.schedules import Step
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
-
-
-class State(NamedTuple):
-    """The server's x and y; the heads are with the clients."""
-
-    x: Tree
-    y: Tree
 
 
 class TrainWithOwnHead(Train):
@@ -77,11 +70,7 @@ class FedPer(Algorithm):
     lr_x: Step = 0.05
     lr_y: Step = 0.05
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round of local training."""
         train = TrainWithOwnHead(lr_x=self.lr_x, lr_y=self.lr_y)
         r = fed.ask(train, fed.sample(), x=s.x, y=s.y)

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fedbilevel.algorithms.base import Algorithm, ClientLevels
+from fedbilevel.algorithms.base import Algorithm, ClientLevels, Point
 from fedbilevel.algorithms.registry import register
 from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
@@ -22,13 +22,6 @@ from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
 from fedbilevel.federation.phase import Message, Number, Phase
-
-
-class State(NamedTuple):
-    """The server's x and y; the heads are with the clients."""
-
-    x: Tree
-    y: Tree
 
 
 class Local(NamedTuple):
@@ -125,11 +118,7 @@ class FedRep(Algorithm):
     head_steps: Count = 5
     body_steps: Count = 1
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round: heads, then the representation."""
         phase = HeadThenBody(
             lr_x=self.lr_x,

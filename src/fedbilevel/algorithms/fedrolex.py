@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedbilevel.algorithms.fedavg import State
+from fedbilevel.algorithms.base import Point
 from fedbilevel.algorithms.heterofl import HeteroFL
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared_submodels import assign_submodels
@@ -61,6 +61,6 @@ class FedRolex(HeteroFL):
         True
     """
 
-    def assign(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
+    def assign(self, s: Point, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
         """Return the windows of the clients S in this iteration."""
         return assign_submodels(fed, S, s.x, s.y, "rolling")

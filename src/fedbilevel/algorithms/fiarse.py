@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedbilevel.algorithms.base import Point
 from fedbilevel.algorithms.fedavg import (
     FedAvg,
     Gradients,
     Part,
-    State,
     Train,
     Training,
     TrainOnEpisodes,
@@ -136,7 +136,7 @@ class FIARSE(FedAvg):
     batch_phase = TrainAboveThreshold
     episode_phase = TrainAboveThresholdOnEpisodes
 
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round; average each weight over the clients that moved it."""
         S = fed.sample()
         each = [{"part": thresholds} for thresholds in self.thresholds(s, fed, S)]
@@ -146,7 +146,7 @@ class FIARSE(FedAvg):
         return self.move(s, dx, dy, fed)
 
     def thresholds(
-        self, s: State, fed: Federation, S: Sequence[int]
+        self, s: Point, fed: Federation, S: Sequence[int]
     ) -> list[dict[str, dict[str, float]]]:
         """Return thr_i of the clients S, per tensor of x and of y; 0 for tensors without a mask."""
         w = maskable(fed.problem, s.x, s.y)
@@ -207,6 +207,6 @@ class FIARSEStructured(HeteroFL):
         True
     """
 
-    def assign(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
+    def assign(self, s: Point, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
         """Return the units with the largest weights, for the clients S."""
         return assign_submodels(fed, S, s.x, s.y, "importance")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedbilevel.algorithms.fedavg import FedAvg, State
+from fedbilevel.algorithms.base import Point
+from fedbilevel.algorithms.fedavg import FedAvg
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared_submodels import assign_submodels
 from fedbilevel.core.submodels import Submodel
@@ -66,12 +67,12 @@ class HeteroFL(FedAvg):
 
     submodels = True
 
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round; average each coordinate over the clients that hold it."""
         S = fed.sample()
         r = fed.ask(self.phase(fed), S, submodels=self.assign(s, fed, S), x=s.x, y=s.y)
         return self.move(s, r.coverage_mean("dx"), r.coverage_mean("dy"), fed)
 
-    def assign(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
+    def assign(self, s: Point, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
         """Return the submodels of the clients S in this iteration; None is the whole model."""
         return assign_submodels(fed, S, s.x, s.y, "static")

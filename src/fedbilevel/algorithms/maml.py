@@ -7,28 +7,20 @@ ICML 2017.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import Tensor
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared_episodes import Episodes
 from fedbilevel.core.client_data import Batch
 from fedbilevel.core.derivatives import grad
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
-
-
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
 
 
 class Adapt(Episodes):
@@ -126,15 +118,11 @@ class MAML(Algorithm):
     inner_steps: Count = 5
     first_order: bool = False
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round; step along the mean gradients of the episodes."""
         adapt = Adapt(
             inner_lr=self.inner_lr, inner_steps=self.inner_steps, first_order=self.first_order
         )
         r = fed.ask(adapt, fed.sample(), x=s.x, y=s.y)
         x = fed.problem.project(s.x - self.lr_x * r.mean("dx"))
-        return State(x, s.y - self.lr_y * r.mean("dy"))
+        return Point(x, s.y - self.lr_y * r.mean("dy"))

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedbilevel.algorithms.base import Point
 from fedbilevel.algorithms.fedavg import (
     FedAvg,
     Gradients,
     Part,
-    State,
     Train,
     Training,
     TrainOnEpisodes,
@@ -152,7 +152,7 @@ class OAP(FedAvg):
 
     core: Fraction = 0.002
 
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round; average each weight over the clients that hold it."""
         S = fed.sample()
         masks = self.masks(s, fed, S)
@@ -161,7 +161,7 @@ class OAP(FedAvg):
         dy = masked_mean(fed, r, "dy", [masks[reply.position]["y"] for reply in r])
         return self.move(s, dx, dy, fed)
 
-    def masks(self, s: State, fed: Federation, S: Sequence[int]) -> list[dict[str, Tree]]:
+    def masks(self, s: Point, fed: Federation, S: Sequence[int]) -> list[dict[str, Tree]]:
         """Return the masks m_i of the clients S, for x and for y."""
         w = maskable(fed.problem, s.x, s.y)
         order = magnitudes(w).argsort(descending=True, stable=True)
@@ -232,7 +232,7 @@ class OAPStructured(HeteroFL):
 
     core: Fraction = 0.03
 
-    def assign(self, s: State, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
+    def assign(self, s: Point, fed: Federation, S: Sequence[int]) -> list[Submodel | None]:
         """Return the largest units and a slice of the rest, for each client of S."""
         axes = fed.problem.axes
         ratios = fed.environment.capacities(S)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.fedavg import gradients_of
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared_personal import Local, PersonalModel, State
+from fedbilevel.algorithms.shared_personal import Local, PersonalModel
 from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Positive
 from fedbilevel.core.tree import Tree, dot
@@ -132,11 +131,7 @@ class PerFedAvg(Algorithm):
     width: Positive = 3e-3
     train: Literal["both", "y"] = "both"
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round of local steps."""
         phase = MetaSteps(
             lr_x=self.lr_x,
@@ -147,4 +142,4 @@ class PerFedAvg(Algorithm):
             train=self.train,
         )
         r = fed.ask(phase, fed.sample(), x=s.x, y=s.y)
-        return State(fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"))
+        return Point(fed.problem.project(s.x + r.mean("dx")), s.y + r.mean("dy"))

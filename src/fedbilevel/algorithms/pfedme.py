@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.fedavg import gradients_of
 from fedbilevel.algorithms.registry import register
-from fedbilevel.algorithms.shared_personal import Local, PersonalModel, State
+from fedbilevel.algorithms.shared_personal import Local, PersonalModel
 from fedbilevel.core.client_data import Batch
 from fedbilevel.core.oracle import Oracle
-from fedbilevel.core.problem import Problem
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.federation import Federation
@@ -106,11 +105,7 @@ class PFedMe(Algorithm):
     server_lr: Positive = 1.0
     train: Literal["both", "y"] = "both"
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round of local steps."""
         phase = ProximalSteps(
             lr_x=self.lr_x,
@@ -122,4 +117,4 @@ class PFedMe(Algorithm):
         )
         r = fed.ask(phase, fed.sample(), x=s.x, y=s.y)
         x = fed.problem.project(s.x + self.server_lr * r.mean("dx"))
-        return State(x, s.y + self.server_lr * r.mean("dy"))
+        return Point(x, s.y + self.server_lr * r.mean("dy"))

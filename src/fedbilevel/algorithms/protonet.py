@@ -6,12 +6,12 @@ Snell, Swersky and Zemel, "Prototypical Networks for Few-shot Learning", NeurIPS
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedbilevel.algorithms.base import Algorithm
+from fedbilevel.algorithms.base import Algorithm, Point
 from fedbilevel.algorithms.registry import register
 from fedbilevel.algorithms.shared_episodes import Episodes
 from fedbilevel.core.client_data import Batch, Data
@@ -21,13 +21,6 @@ from fedbilevel.core.schedules import Step
 from fedbilevel.core.tree import Tree
 from fedbilevel.federation import Federation
 from fedbilevel.federation.environment import Environment
-
-
-class State(NamedTuple):
-    """The server's x and y; y stays at its start."""
-
-    x: Tree
-    y: Tree
 
 
 def features_and_labels(side: Data) -> tuple[Tensor, Tensor]:
@@ -134,11 +127,7 @@ class ProtoNet(Algorithm):
                 "protonet compares features; this problem has no embed that computes them"
             )
 
-    def init(self, problem: Problem) -> State:
-        """Start at the problem's x and y."""
-        return State(*problem.start)
-
-    def iterate(self, s: State, fed: Federation) -> State:
+    def iterate(self, s: Point, fed: Federation) -> Point:
         """Run one round; step on x along the mean gradient of the episodes."""
         h = fed.ask(Prototypes(), fed.sample(), x=s.x, y=s.y).mean("h")
-        return State(fed.problem.project(s.x - self.lr_x * h), s.y)
+        return Point(fed.problem.project(s.x - self.lr_x * h), s.y)

@@ -11,13 +11,6 @@ from fedbilevel.core.tree import Tree
 from fedbilevel.federation.phase import Message, Number, Phase, Steps
 
 
-class State(NamedTuple):
-    """The server's x and y."""
-
-    x: Tree
-    y: Tree
-
-
 class Local(NamedTuple):
     """A client's copy of the common model, its personal model, and the model it was sent."""
 
