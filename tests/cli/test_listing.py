@@ -31,7 +31,9 @@ def test_algorithms_are_listed_with_their_settings() -> None:
 
 def test_tasks_are_listed_with_their_settings() -> None:
     out = invoke("list", "tasks", "--verbose").out
-    assert re.search(r"^quadratic\n    clients = 8 +whole number$", out, re.MULTILINE)
+    assert re.search(
+        r"^quadratic +Quadratic losses, .*\n    clients = 8 +whole number$", out, re.MULTILINE
+    )
     assert "seed" not in out
 
 

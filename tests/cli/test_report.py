@@ -38,7 +38,8 @@ def test_an_exported_module_has_the_accuracy_of_the_run(digits: Path, tmp_path: 
 def test_what_cannot_be_exported_is_named(digits: Path, tmp_path: Path) -> None:
     unwritable = tmp_path / "no" / "model.safetensors"
     assert_refused(invoke("export", digits, "--out", unwritable), "model.safetensors")
-    assert_refused(invoke("export", tmp_path, "--out", tmp_path / "model"), "config.toml")
+    assert_refused(invoke("export", tmp_path, "--out", tmp_path / "a.safetensors"), "config.toml")
+    assert_refused(invoke("export", digits, "--out", tmp_path / "a.pt"), "must end in .safetensors")
 
 
 @pytest.mark.xdist_group("exported")

@@ -42,7 +42,7 @@ def _algorithms() -> dict[str, str]:
 
 
 def _tasks() -> dict[str, str]:
-    return {name: name for name in names.tasks()}
+    return {name: f"{name:21} {summary}" for name, summary in names.task_summaries().items()}
 
 
 def _experiments() -> dict[str, str]:

@@ -68,6 +68,21 @@ def tasks() -> list[str]:
     return tasks.names()
 
 
+def task_summaries() -> dict[str, str]:
+    """Return the first line of the docstring of each ready-made task, by its name.
+
+    Examples:
+        >>> task_summaries()["table"]
+        "A table of one's own: learn how much each site counts, and a penalty per column."
+    """
+    folder = resources.files("fedbilevel") / "tasks"
+    summaries = {}
+    for name in tasks():
+        module = ast.parse((folder / f"{name.replace('-', '_')}.py").read_text("utf-8"))
+        summaries[name] = (ast.get_docstring(module) or "").split("\n")[0]
+    return summaries
+
+
 def experiments() -> list[str]:
     """Return the names of the experiments of the package."""
     from fedbilevel.experiments import config as configs

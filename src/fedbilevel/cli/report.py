@@ -60,6 +60,10 @@ def export(
     from fedbilevel.runs.load import load_run
 
     _check_target("--out", out)
+    if out.suffix != ".safetensors":
+        raise ValueError(
+            f"--out is {out}; the file is of safetensors, so it must end in .safetensors"
+        )
     if client is not None and node_model(folder, client).is_file():
         out.write_bytes(node_model(folder, client).read_bytes())
     else:
