@@ -142,7 +142,9 @@ def test_missing_values_are_refused_dropped_or_imputed() -> None:
     everything = torch.cat([s[0] for c in imputed for s in (c.train, c.val)])  # type: ignore[index]
     assert bool(torch.isfinite(everything).all())
     frame.loc[0, "sick"] = None
-    with pytest.raises(ValueError, match="column 'target' holds 1 missing values"):
+    with pytest.raises(
+        ValueError, match=r"'sick' holds 1 missing values, and is the target of .* missing='drop'"
+    ):
         fb.clients(frame, **options, missing="impute")
 
 
@@ -231,6 +233,25 @@ def test_columns_that_are_no_features_are_refused() -> None:
         fb.clients(3, count=2, target="y")
     with pytest.raises(ValueError, match="column 'age' holds infinity"):
         fb.clients(frame.assign(age=np.inf), by="hospital", target="sick")
+
+
+def test_columns_that_contradict_each_other_are_refused() -> None:
+    frame = pd.DataFrame(TABLE)
+    with pytest.raises(ValueError, match="two columns of data have the same name"):
+        fb.clients(pd.concat([frame, frame[["age"]]], axis=1), by="hospital", target="sick")
+    with pytest.raises(ValueError, match="features holds 'sick', which is the target"):
+        fb.clients(frame, by="hospital", target="sick", features=["age", "sick"])
+    renamed = frame.rename(columns={"age": "target"}).astype({"target": float})
+    renamed.loc[0, "target"] = np.nan  # a feature of this name is not the target
+    assert (
+        sum(
+            t + v
+            for _, t, v in fb.clients(
+                renamed, by="hospital", target="sick", missing="impute"
+            ).rows()
+        )
+        == 8
+    )
 
 
 def test_numbers_that_are_declared_as_categories_are_categories() -> None:

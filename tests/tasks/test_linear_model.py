@@ -54,6 +54,16 @@ def test_numbers_are_fitted_by_a_ridge_regression() -> None:
     assert float(y["intercept"]) == pytest.approx(float(model.intercept_), abs=2e-3)
 
 
+def test_whole_numbers_that_are_hardly_classes_are_refused() -> None:
+    days = {"age": np.arange(120.0), "days": np.arange(120) % 60}
+    with pytest.raises(
+        ValueError, match="the target has 60 classes, because its numbers are whole"
+    ):
+        fb.linear_model(fb.clients(days, count=2, target="days"))
+    days["days"] = days["days"].astype(float)
+    assert fb.linear_model(fb.clients(days, count=2, target="days")).y["weight"].shape == (1, 1)
+
+
 def test_inputs_that_are_no_table_are_refused() -> None:
     images = fb.clients(torch.zeros(8, 1, 4, 4), target=[0, 1] * 4, count=2)
     with pytest.raises(TypeError, match="clients is list; it must be an object of Clients"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -14,6 +14,7 @@ from fedbilevel.core import checks
 from fedbilevel.core.client_data import ClientData
 from fedbilevel.core.markup import html_table
 from fedbilevel.data import partition as partitions
+from fedbilevel.data._split import split_rows
 from fedbilevel.data.frames import (
     Columns,
     Missing,
@@ -251,13 +252,14 @@ def clients(
     _check_dealing(by, count)
     _check_fractions(test, fraction, is_drawn=rows_given is None)
     inputs, table, target = _read(data, target)
-    special = {"target": column_of(table, "target", target, "target")}
-    for argument, given in (("by", by), ("group", group), ("validation", rows_given)):
+    arguments = {"target": target, "by": by, "group": group, "validation": rows_given}
+    special = {}
+    for argument, given in arguments.items():
         if given is not None:
             special[argument] = column_of(table, argument, given, argument)
-    used = {given for given in (target, by, group, rows_given) if isinstance(given, str)}
-    chosen = _chosen_columns(table, features, used, inputs)
-    rows = _complete_rows(table.rows, chosen, special, missing)
+    columns_of = {name: given for name, given in arguments.items() if isinstance(given, str)}
+    chosen = _chosen_columns(table, features, columns_of, inputs)
+    rows = _complete_rows(table.rows, chosen, special, columns_of, missing)
     special = {argument: values[rows] for argument, values in special.items()}
     chosen = {name: values[rows] for name, values in chosen.items()}
     targets, classes = encode_target(special["target"])
@@ -289,7 +291,7 @@ def clients(
         own = special["group"][part] if group is not None else part
         trusted = None if is_trusted is None else is_trusted[part]
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-        sides.append(_split(part, own, fraction, trusted, test, rng, names[number]))
+        sides.append(split_rows(part, own, fraction, trusted, test, rng, names[number]))
     columns = None
     if inputs is None:
         columns = Columns(missing, standardise)
@@ -360,15 +362,20 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen_columns(
-    table: Table, features: Sequence[str] | None, used: set[str], inputs: Tensor | None
+    table: Table,
+    features: Sequence[str] | None,
+    columns_of: Mapping[str, str],
+    inputs: Tensor | None,
 ) -> dict[str, NDArray[Any]]:
-    """Return the columns that become features."""
+    """Return the columns that become features; `columns_of` says what others are for."""
     if inputs is not None:
         return {}
     if features is None:
-        chosen = [name for name in table.columns if name not in used]
+        chosen = [name for name in table.columns if name not in columns_of.values()]
     else:
         chosen = list(features)
+        if columns_of.get("target") in chosen:
+            raise ValueError(f"features holds {columns_of['target']!r}, which is the target")
     for name in chosen:
         column_of(table, "feature", name, "features")
     if not chosen:
@@ -380,19 +387,26 @@ def _complete_rows(
     count: int,
     chosen: dict[str, NDArray[Any]],
     special: dict[str, NDArray[Any]],
+    columns_of: Mapping[str, str],
     missing: Missing,
 ) -> NDArray[np.int64]:
     """Return the rows that are used; refuse missing values, or drop their rows."""
     checks.one_of("missing", missing, ("refuse", "drop", "impute"))
-    looked_at = dict(special)
-    if missing != "impute":
-        looked_at |= chosen
     complete = np.ones(count, dtype=np.bool_)
-    for name, values in looked_at.items():
+    for argument, values in special.items():
         absent = is_missing(values)
-        if absent.any() and (missing == "refuse" or (name in special and missing != "drop")):
-            raise ValueError(refusal(name, int(absent.sum())))
         complete &= ~absent
+        if absent.any() and missing != "drop":
+            raise ValueError(
+                f"column {columns_of.get(argument, argument)!r} holds {absent.sum()} missing "
+                f"values, and is the {argument} of its rows; fill them in, or give missing='drop'"
+            )
+    for name, values in chosen.items():
+        absent = is_missing(values)
+        if absent.any() and missing == "refuse":
+            raise ValueError(refusal(name, int(absent.sum())))
+        if missing == "drop":
+            complete &= ~absent
     if not complete.any():
         raise ValueError("every row holds a missing value; data has no complete row")
     return np.flatnonzero(complete)
@@ -417,72 +431,3 @@ def _truth_values(values: NDArray[Any], validation: object) -> NDArray[np.bool_]
             f"validation is {name} and holds {shown}; it must hold truth values, or 0 and 1"
         )
     return values.astype(np.bool_)
-
-
-def _split(
-    part: NDArray[np.int64],
-    own: NDArray[Any],
-    validation: float,
-    trusted: NDArray[np.bool_] | None,
-    test: float,
-    rng: np.random.Generator,
-    name: str,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Split the rows of one client by group into training, validation and test rows."""
-    _, groups = np.unique(own, return_inverse=True)
-    if trusted is None:
-        role = _drawn_roles(name, groups, validation, test, rng)
-    else:
-        role = _trusted_roles(name, groups, trusted, test, rng)
-    roles = role[groups]
-    return part[roles == 0], part[roles == 1], part[roles == 2]
-
-
-def _drawn_roles(
-    name: str, groups: NDArray[np.int64], validation: float, test: float, rng: np.random.Generator
-) -> NDArray[np.int64]:
-    """Draw the role of each group: 0 for training, 1 for validation, 2 for the test."""
-    units = groups.max() + 1
-    tested = max(1, round(test * units)) if test else 0
-    needed = 2 + min(tested, 1)
-    if units < needed:
-        what = "rows" if units == len(groups) else "groups of rows"
-        raise ValueError(f"client {name!r} has {units} {what}; it needs at least {needed}")
-    order = rng.permutation(units)
-    tested = min(tested, units - needed + 1)
-    validated = min(max(1, round(validation * units)), units - tested - 1)
-    role = np.zeros(units, dtype=np.int64)
-    role[order[:tested]] = 2
-    role[order[tested : tested + validated]] = 1
-    return role
-
-
-def _trusted_roles(
-    name: str,
-    groups: NDArray[np.int64],
-    trusted: NDArray[np.bool_],
-    test: float,
-    rng: np.random.Generator,
-) -> NDArray[np.int64]:
-    """Give trusted groups to validation, but for those that are drawn for the test."""
-    role = np.zeros(groups.max() + 1, dtype=np.int64)
-    role[groups[trusted]] = 1
-    if not np.array_equal(role[groups] == 1, trusted):
-        raise ValueError(
-            f"client {name!r} has a group with trusted samples and others; "
-            "validation must be the same for all rows of a group"
-        )
-    known = np.flatnonzero(role)
-    what = "samples" if len(role) == len(groups) else "groups of samples"
-    needed = 2 if test else 1
-    if len(known) < needed:
-        raise ValueError(
-            f"client {name!r} has {len(known)} trusted {what}; it needs at least {needed}"
-        )
-    if len(known) == len(role):
-        raise ValueError(
-            f"client {name!r} has no {what} but trusted ones; it needs at least 1 to train on"
-        )
-    tested = min(max(1, round(test * len(known))), len(known) - 1) if test else 0
-    role[rng.permutation(known)[:tested]] = 2
-    return role

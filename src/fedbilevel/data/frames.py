@@ -66,6 +66,8 @@ def read_table(data: Any) -> Table:
     else:
         try:
             frame = nw.from_native(data, eager_only=True)
+        except nw.exceptions.DuplicateError:
+            raise ValueError("two columns of data have the same name; rename one") from None
         except TypeError:
             raise TypeError(
                 f"data is {type(data).__name__}; it must be a frame of pandas, polars or pyarrow, "

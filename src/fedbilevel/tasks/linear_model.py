@@ -15,6 +15,7 @@ from fedbilevel.data.clients import Clients
 
 PENALTY_BOUNDS = (1e-4, 1.0)
 START_PENALTY = 1e-2
+MOST_CLASSES = 50  # of whole numbers, which are hardly classes if there are more
 
 
 def linear_model(clients: Clients) -> Problem:
@@ -34,7 +35,9 @@ def linear_model(clients: Clients) -> Problem:
         The problem, for `fb.value`, `fb.weighted`, `fb.solve` and everything else that takes one.
 
     Raises:
-        ValueError: The inputs of the clients are no table.
+        TypeError: The clients are not those of `fb.clients`.
+        ValueError: The inputs of the clients are no table, or the target has more than 50 whole
+            numbers as classes.
 
     References:
         Larsen, Hansen, Svarer, Ohlsson, "Design and regularization of neural networks: the optimal
@@ -62,6 +65,11 @@ def linear_model(clients: Clients) -> Problem:
             "the inputs of these clients are no table; write the losses of an fb.Problem for them"
         )
     outputs = len(clients.classes or [None])
+    if outputs > MOST_CLASSES and isinstance(clients.classes[0], int):  # type: ignore[index]
+        raise ValueError(
+            f"the target has {outputs} classes, because its numbers are whole; turn them into "
+            "floats (in a file: 12.0) to predict a number"
+        )
     low, high = (math.log(bound) for bound in PENALTY_BOUNDS)
 
     def upper(x: Tree, y: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
