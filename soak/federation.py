@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -133,6 +134,8 @@ class Federation:
             self._compare(run, table)
         finally:
             self._stop_server()
+        shutil.rmtree(run)  # so that files which are left over show
+        file.unlink()
         happened[f"{name} equal to a simulation"] += 1
         return happened
 
