@@ -253,8 +253,8 @@ def task_page(name: str) -> str:
     ]
     if used:
         parts += ["## Experiments with it", _table(("command", ""), used)]
-    parts += ["## Results", _appearances(name, name), f"Source: `{_source(function)}`"]
-    return _page(*parts)
+        parts += ["## Results", _appearances(name, name)]
+    return _page(*parts, f"Source: `{_source(function)}`")
 
 
 def task_index() -> str:

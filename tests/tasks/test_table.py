@@ -123,7 +123,7 @@ def test_sites_are_valued_and_weighed_from_the_command_line(file: Path, tmp_path
         ("task.validation=chekced", "validation is 'chekced' (did you mean 'checked'?)"),
         ("task.validation=sex", "validation is 'sex' and holds 'f', 'm'; it must hold truth"),
         ("task.validation=[1]", "task.validation is [1]; it must be a number"),
-        ("task.features=age", "task.features is 'age'; it must be a list of string"),
+        ("task.features=age", "task.features is 'age'; it must be a list of strings"),
         ("task.targets=ill", "unknown key 'task.targets' (did you mean 'target'?)"),
         ("task.missing=fill", "missing is 'fill'; it must be one of 'refuse', 'drop', 'impute'"),
     ],

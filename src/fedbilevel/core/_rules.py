@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import (
@@ -163,7 +164,8 @@ def _sequence_rule(kind: type, hints: Sequence[object]) -> Rule:
     if fixed_length:
         text = f"tuple ({', '.join(rule.text for rule in rules)})"
     else:
-        text = f"{kind.__name__} of {rules[0].text.replace('number', 'numbers', 1)}"
+        plural = re.sub("number|string", r"\g<0>s", rules[0].text, count=1)
+        text = f"{kind.__name__} of {plural}"
 
     def entries(name: str, value: object) -> list[tuple[Rule, object]]:
         if not isinstance(value, (tuple, list)) or (fixed_length and len(value) != len(rules)):

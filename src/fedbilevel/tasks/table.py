@@ -76,8 +76,8 @@ def table(
         seed: The seed of the split.
 
     Returns:
-        The task. Its metrics: on the held-out rows `test_loss` and, of classes, `test_accuracy`;
-        and `weight NAME` of each site.
+        The task, with the metrics `test_loss` and, of classes, `test_accuracy` on the held-out
+        rows, and `weight NAME` of each site.
 
     Raises:
         ValueError: The file cannot be read or has another digest, it has no such column, or
