@@ -17,6 +17,7 @@ Importing this package imports neither PyTorch nor anything else, and changes no
 process: each public name is imported from its module when it is first used.
 """
 
+import gc
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,13 @@ def __getattr__(name: str) -> Any:
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=module
         )
     module_name, _, attribute = _HOMES[name].partition(":")
-    value: object = import_module(f"{__name__}.{module_name}")
+    collecting = gc.isenabled()
+    gc.disable()  # otherwise PyTorch's 300,000 objects are traversed again and again
+    try:
+        value: object = import_module(f"{__name__}.{module_name}")
+    finally:
+        if collecting:
+            gc.enable()
     if attribute:
         value = getattr(value, attribute)
     globals()[name] = value

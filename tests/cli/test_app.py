@@ -10,6 +10,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.cli.app import COMMANDS as COMMANDS_WITH_EXAMPLES
+from tests.support.interpreter import run_python
 from tests.support.tool import (
     QUADRATIC,
     assert_refused,
@@ -276,3 +277,13 @@ def test_under_torchrun_the_first_process_alone_explains_an_error(
     assert_refused(invoke("run", "nowhere"), "'nowhere'")
     monkeypatch.setenv("RANK", "1")
     assert invoke("run", "nowhere") == (2, "", "")
+
+
+def test_a_process_that_ends_does_not_traverse_what_is_left() -> None:
+    code = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+from fedbilevel.cli import main
+main(["--version"])
+"""
+    assert run_python(code).split()[-1] == "True"

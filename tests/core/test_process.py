@@ -64,6 +64,18 @@ print(os.environ["OMP_WAIT_POLICY"])
     assert run_python(code, OMP_WAIT_POLICY="ACTIVE") == "ACTIVE\n"
 
 
+@pytest.mark.parametrize(("of_the_user", "expected"), [(700, 10_000), (50_000, 50_000), (0, 0)])
+def test_garbage_is_collected_less_often(of_the_user: int, expected: int) -> None:
+    code = f"""
+import gc
+from fedbilevel import configure_process
+gc.set_threshold({of_the_user})
+configure_process()
+print(gc.get_threshold()[0])
+"""
+    assert int(run_python(code)) == expected
+
+
 def test_a_warning_says_that_torch_is_already_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY")
     with pytest.warns(RuntimeWarning, match=r"^torch is already imported.*OMP_WAIT_POLICY"):

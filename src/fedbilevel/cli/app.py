@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -93,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: The command and its arguments. None: those of this process.
     """
     configure_process()
+    atexit.register(gc.freeze)  # what is left of PyTorch need not be traversed before it is freed
     if arguments is None:
         arguments = sys.argv[1:]
     try:

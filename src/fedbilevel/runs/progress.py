@@ -9,12 +9,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from fedbilevel.runs.callbacks import Callback
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
     from fedbilevel.runs.run import Run
 
 LINE_INTERVAL_S = 5.0
@@ -93,14 +93,7 @@ class Progress:
         if notebook() is not None:
             self._cell = _NotebookBar(self.title, self.rounds)
         elif self._console.is_terminal:
-            self._bar = Bar(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[metrics]}", markup=False),
-                console=self._console,
-            )
+            self._bar = _terminal_bar(self._console)
             self._bar.start()
             self._bar_task = self._bar.add_task(self.title, total=self.rounds, metrics="")
         return self
@@ -139,6 +132,20 @@ class Progress:
             self._bar.stop()
         elif self._cell:
             self._cell.draw()
+
+
+def _terminal_bar(console: Console) -> Bar:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[metrics]}", markup=False),
+        console=console,
+    )
 
 
 class _NotebookBar:
