@@ -69,6 +69,9 @@ def test_a_misspelt_name_is_answered_with_the_closest_one() -> None:
         checks.suggestion("lr", ["lr_x", "lr_y", "rounds"]) == " (did you mean 'lr_x' or 'lr_y'?)"
     )
     assert checks.suggestion("lop", []) == ""
+    assert checks.suggestion("server_lr", ["server", "server_lr_x"]) == (
+        " (did you mean 'server_lr_x'?)"
+    )
 
 
 def test_an_unknown_key_is_answered_with_the_known_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,11 @@ def test_rows_of_a_group_are_resampled_together(file: Path) -> None:
     frame.to_csv(file, index=False)
     code, out, err = invoke("value", experiment(file, 'group = "person"'), "--json")
     assert (code, err) == (0, "")
-    grouped = invoke("value", experiment(file, ""), "--json").out
-    assert out != grouped
+    sites = fb.clients(frame, **COLUMNS, group="person")
+    errors = fb.value(fb.linear_model(sites), sites).errors
+    assert json.loads(out)["errors"] == pytest.approx(errors, rel=1e-4)
+    alone = fb.value(fb.linear_model(sites), list(sites)).errors
+    assert alone != pytest.approx(errors, rel=1e-2)
 
 
 def experiment(file: Path, *options: str, by: str = "hospital", target: str = "ill") -> Path:
