@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 
 import fedbilevel as fb
 from fedbilevel.algorithms import FedMBO
+from fedbilevel.core.tree import flatten
+from fedbilevel.federation import Federation
+from fedbilevel.federation.task import Task
+from fedbilevel.federation.transport import Arrived, Rejected, Report
 from fedbilevel.runs.run import Run
 from tests.support.cases import neumann
 from tests.support.episodes import run as run_once
@@ -70,6 +75,50 @@ def test_fedmbo_costs_its_longest_chain() -> None:
         longest = max(twin.draw(4) for _ in range(4))
         Run(method, fed, {}).advance()
         assert fed.ledger.rounds == 2 + 1 + longest + 1
+
+
+def test_a_product_that_is_lost_is_asked_of_another_client() -> None:
+    """The estimate is that of a run without losses, in which the same clients have replied."""
+    task = load_quadratic(clients=3)
+    method = FedMBO(neumann_steps=3)
+    start = method.init(task.problem)
+    ends = []
+    # The length of the chain, a client for its start, and one for each attempt at its two factors.
+    for draws, lost in (([2, 0, 1, 2, 0, 1], (2, 4)), ([2, 0, 2, 1], ())):
+        fed = fb.simulated_federation(task.problem, task.clients)
+        drawn = iter(draws)
+        fed.draw = lambda count, drawn=drawn: next(drawn)  # type: ignore[method-assign, misc]
+        lose_rounds(fed, lost)
+        ends.append(method.run_chains(*start, 1, fed))
+        assert fed.ledger.rounds == 3 + len(lost)
+        assert fed.ledger.refused_replies == len(lost)
+        assert next(drawn, None) is None
+    torch.testing.assert_close(flatten(ends[0][0]), flatten(ends[1][0]), rtol=0, atol=0)
+
+
+def test_a_product_that_everybody_loses_ends_the_run() -> None:
+    task = load_quadratic(clients=3)
+    fed = fb.simulated_federation(task.problem, task.clients)
+    lose_rounds(fed, range(3, 100))
+    run = Run(FedMBO(neumann_steps=5), fed, {"rounds": 100})
+    list(run)
+    assert run.status == "diverged"
+    assert run.reason == "a product of a chain was lost 20 times"
+
+
+def lose_rounds(fed: Federation, rounds: Container[int]) -> None:
+    """Let every reply of these rounds be refused."""
+    receive = fed.transport.receive
+
+    def lose(tasks: Sequence[Task] | None, limit: int) -> Iterator[Report]:
+        for report in receive(tasks, limit):
+            if isinstance(report, Arrived) and fed.ledger.rounds in rounds:
+                for task in report.results.tasks:
+                    yield Rejected(task.client, "it is a lie", task)
+            else:
+                yield report
+
+    fed.transport.receive = lose  # type: ignore[method-assign]
 
 
 def test_fedmbo_on_episodes_is_one_of_its_chains() -> None:

@@ -50,7 +50,7 @@ DESCEND = Descend(lr_x=0.1, lr_y=0.1, lr_z=0.1).to_dict()
         ({"phase": "fedbilevel.algorithms.shared.Evaluation"}, "which is not registered here"),
         (
             {**DESCEND, "lr": 0.1},
-            "Descend.lr' (did you mean 'lr_z'?); allowed are steps, full, damping",
+            "Descend.lr' (did you mean 'lr_x' or 'lr_y' or 'lr_z'?); allowed are steps",
         ),
         ({**DESCEND, "draws": 9}, "Descend.draws'; allowed are steps, full, damping"),
         ({"phase": DESCEND["phase"], "lr_x": 0.1, "lr_z": 0.1}, "Descend.lr_y is missing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,8 +21,10 @@ from fedbilevel.core.oracle import Oracle
 from fedbilevel.core.schedules import Step
 from fedbilevel.core.settings import Count, Positive
 from fedbilevel.core.tree import Tree
-from fedbilevel.federation import Federation
+from fedbilevel.federation import Federation, QuorumError
 from fedbilevel.federation.phase import Number
+
+ATTEMPTS = 20  # how many clients are asked for one factor of a chain
 
 
 class ChainStart(UpperGradientY):
@@ -36,6 +39,7 @@ class ChainProduct(HessianProduct):
 
     name = "chain_product"
     summed = False
+    quorum = False  # few chains are left at the end; for a reply that is lost, another is asked
 
 
 class EpisodeHypergradients(Episodes):
@@ -79,7 +83,8 @@ class FedMBO(Algorithm):
     on the client: T steps from the shared y, which moves by the mean displacement, and r with the
     episode's own Hessian.
 
-    Cost per iteration: T + 2 rounds and one per factor of the longest chain, at most T + N + 1.
+    Cost per iteration: T + 2 rounds and one per factor of the longest chain, at most T + N + 1; a
+    factor whose reply is lost costs another one.
     Gradients: 1 per client and lower round, and per chain 1 to start, 2 per factor and 3 to end.
     Down go x and y in every round, and r with each factor and with the end; up come a tree like y,
     and like x at the end. Private lower level: one round, T + 2N + 2 gradients per episode (all N -
@@ -138,19 +143,37 @@ class FedMBO(Algorithm):
         starts = fed.ask(ChainStart(), self.draw_clients(count, fed), x=x, y=y)
         r = {reply.position: lam * N * reply.weight * reply.values["v"] for reply in starts}
         for k in range(1, max(lengths) + 1):
-            busy = [j for j in r if lengths[j] >= k]
-            if not busy:
-                continue
-            clients = self.draw_clients(len(busy), fed)
-            each = [{"v": r[j]} for j in busy]
-            for reply in fed.ask(ChainProduct(), clients, x=x, y=y, each=each):
-                j = busy[reply.position]
-                r[j] = r[j] - lam * reply.weight * reply.values["hv"]
+            busy = {j: r[j] for j in r if lengths[j] >= k}
+            for j, product in self.ask_products(busy, x, y, fed).items():
+                r[j] = r[j] - lam * product
         return list(r.values())
 
+    def ask_products(
+        self, r: dict[int, Tree], x: Tree, y: Tree, fed: Federation
+    ) -> dict[int, Tree]:
+        """Return a product d2yy g_i r for each chain; one that is lost is asked of another client.
+
+        The estimate would be biased if a chain went on without this factor, or not at all.
+        """
+        products: dict[int, Tree] = {}
+        for _ in range(ATTEMPTS):
+            chains = [j for j in r if j not in products]
+            if not chains:
+                return products
+            clients = self.draw_clients(len(chains), fed)
+            each = [{"v": r[j]} for j in chains]
+            for reply in fed.ask(ChainProduct(), clients, x=x, y=y, each=each):
+                products[chains[reply.position]] = reply.weight * reply.values["hv"]
+        if len(products) < len(r):
+            raise QuorumError(f"a product of a chain was lost {ATTEMPTS} times")
+        return products
+
     def draw_clients(self, count: int, fed: Federation) -> list[int]:
-        """Draw clients uniformly, with replacement."""
-        return [fed.draw(len(fed)) for _ in range(count)]
+        """Draw clients uniformly, with replacement, of those that have not been excluded."""
+        left: Sequence[int] = range(len(fed))
+        if fed.excluded:
+            left = [client for client in left if client not in fed.excluded]
+        return [left[fed.draw(len(left))] for _ in range(count)]
 
     def iterate_episodes(self, s: Point, fed: Federation) -> Point:
         """Run one iteration where the lower level is private."""

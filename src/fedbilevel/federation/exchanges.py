@@ -212,7 +212,7 @@ class Exchanges:
         self._pending = None
         replies.check_pending()
         self._count_refused(replies)
-        needed = min(self.min_replies, asked)
+        needed = min(self.min_replies, asked) if replies.phase.quorum else 0
         if len(replies) < needed:
             accepted = f"{len(replies)} of {asked} replies were accepted"
             error = f"{replies.label}: {accepted}, at least {needed} needed"

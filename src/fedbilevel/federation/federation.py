@@ -209,8 +209,8 @@ class Federation:
             The accepted replies.
 
         Raises:
-            QuorumError: Fewer than `Environment.min_replies` replies were accepted. For replies
-                that are summed on a GPU it is raised one round later.
+            QuorumError: Fewer than `Environment.min_replies` replies were accepted, and the phase
+                has a `quorum`. For replies that are summed on a GPU it is raised one round later.
             ClientError: A client's own code or data failed.
             ValueError: A client does not exist, or `each` or `submodels` has a wrong length.
             TypeError: `phase` is not a `Phase`, or replies with something else than it declares.

@@ -135,6 +135,8 @@ class Phase(FrozenDataclass, ABC):
         remembers: Whether the phase reads and leaves a memory with the client.
         summed: Whether the server uses only means of the replies, never a single one. Replies may
             then be summed where they are computed.
+        quorum: Whether the run ends if fewer than `Environment.min_replies` replies are accepted.
+            False: the algorithm asks others instead.
 
     Raises:
         ValueError: A field has a value that its annotation does not allow.
@@ -171,6 +173,7 @@ class Phase(FrozenDataclass, ABC):
     fixed_x: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
     summed: ClassVar[bool] = True
+    quorum: ClassVar[bool] = True
 
     steps: Steps = 1
     full: bool = False
