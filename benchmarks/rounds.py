@@ -105,7 +105,7 @@ def against_fedavg(steps: int) -> list[Row]:
         row(
             "FedAvg's arithmetic for as many gradients",
             "three gradients",
-            "at most 1.25",
+            "at most 1.2",
             describe(times),
         ),
         row("FedAvg's arithmetic for two gradients per step", "two gradients"),
