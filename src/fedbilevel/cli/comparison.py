@@ -355,14 +355,21 @@ def _ranking_columns(rows: Sequence[report.Row]) -> dict[str, list[str]]:
     for target in metric.targets:
         cells = [_rounds_cell(row.cost["round"][target], row.seeds) for row in rows]
         columns[f"{sign} {format_value(metric.name, target)}"] = cells
-    own = [name for name in rows[0].finals if name not in ("upper_loss", "train_accuracy")]
-    for name in dict.fromkeys([metric.name, *own]):
-        if any(row.finals[name] for row in rows):
-            heading = f"final {name.removeprefix('test_').replace('_', ' ')}"
-            columns[heading] = [_final_cell(name, row.finals[name]) for row in rows]
+    columns |= _final_columns(rows)
     columns["operations"] = [_cost_cell("flops", row.flops) for row in rows]
     columns["peak memory"] = [_cost_cell("bytes", row.peak) for row in rows]
     columns["status"] = [", ".join(sorted(row.statuses)) for row in rows]
+    return columns
+
+
+def _final_columns(rows: Sequence[report.Row]) -> dict[str, list[str]]:
+    """Return the cells of the metrics at the end, by heading."""
+    columns = {}
+    own = [name for name in rows[0].finals if name not in ("upper_loss", "train_accuracy")]
+    for name in dict.fromkeys([rows[0].metric.name, *own]):
+        if any(row.finals[name] for row in rows):
+            heading = f"final {name.removeprefix('test_').replace('_', ' ')}"
+            columns[heading] = [_final_cell(name, row.finals[name]) for row in rows]
     return columns
 
 

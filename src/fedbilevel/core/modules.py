@@ -162,6 +162,24 @@ def split_module(
     fixed = _selected(frozen, values)
     fixed |= {name for name, value in module.named_parameters() if not value.requires_grad}
     free = [name for name in values if name not in fixed]
+    in_x, in_y = _levels(lower, upper, free)
+    held = {name: values[name] for name in values if name in fixed}
+
+    def apply(x: Tree, y: Tree, *inputs: Any, **options: Any) -> Any:
+        with _without_fast_path():
+            return functional_call(module, {**held, **x, **y}, inputs, options)
+
+    x = Tree({name: values[name] for name in free if name in in_x})
+    y = Tree({name: values[name] for name in free if name in in_y})
+    split = SplitModule(apply, x, y)
+    split._module = given
+    return split
+
+
+def _levels(
+    lower: Names | None, upper: Names | None, free: Sequence[str]
+) -> tuple[set[str], set[str]]:
+    """The names of the parameters of x and of y, among those that are not frozen."""
     if lower is None and upper is None:
         raise ValueError("neither lower nor upper is given; one of them must name parameters")
     if upper is None:
@@ -178,24 +196,15 @@ def split_module(
             raise ValueError(
                 f"parameter {name!r} is in {where}; it must be in one of them, or frozen"
             )
-    if not in_y or not (in_x or (upper is not None and not _patterns(upper))):
+    x_may_be_empty = upper is not None and not _patterns(upper)
+    if not in_y or not (in_x or x_may_be_empty):
         asked = f"lower={lower!r}" if lower is not None else f"upper={upper!r}"
         count = len(in_y) if lower is not None else len(in_x)
         raise ValueError(
             f"{asked} selects {count} of {len(free)} parameters ({', '.join(free)}); "
             "it must select some and leave some"
         )
-    held = {name: values[name] for name in values if name in fixed}
-
-    def apply(x: Tree, y: Tree, *inputs: Any, **options: Any) -> Any:
-        with _without_fast_path():
-            return functional_call(module, {**held, **x, **y}, inputs, options)
-
-    x = Tree({name: values[name] for name in free if name in in_x})
-    y = Tree({name: values[name] for name in free if name in in_y})
-    split = SplitModule(apply, x, y)
-    split._module = given
-    return split
+    return in_x, in_y
 
 
 def _patterns(names: Names) -> Sequence[str]:

@@ -259,16 +259,8 @@ def advise(
             no_second = find_capabilities(problem, clients[0]).no_second
     conditions = _conditions(problem, environment, no_second, report)
     goal = checks.one_of("goal", goal or default_goal(conditions), GOALS)
-    others = {}
-    for name in registry.names():
-        reason = _obstacle(algorithms.get(name), problem, environment, no_second)
-        if reason:
-            others[name] = reason
+    others = _obstacles(problem, environment, no_second, are_apart="apart" in conditions)
     suitable = [name for name in registry.names() if name not in others]
-    local = [name for name in suitable if algorithms.get(name).solves == "local"]
-    if "apart" in conditions and len(local) < len(suitable):
-        others |= dict.fromkeys(local, _why_not_local())
-        suitable = [name for name in suitable if name not in local]
     multiples = scores(goal, conditions, comparisons())
     known = sorted((name for name in suitable if name in multiples), key=multiples.__getitem__)
     unknown = [name for name in suitable if name not in multiples]
@@ -321,6 +313,22 @@ def default_goal(conditions: Collection[str]) -> str:
     if "capacity" in conditions or "private" in conditions:
         return "error"
     return "rounds"
+
+
+def _obstacles(
+    problem: Problem, environment: Environment, no_second: str, are_apart: bool
+) -> dict[str, str]:
+    """Return why methods do not suit, by name."""
+    obstacles = {}
+    for name in registry.names():
+        reason = _obstacle(algorithms.get(name), problem, environment, no_second)
+        if reason:
+            obstacles[name] = reason
+    suitable = [name for name in registry.names() if name not in obstacles]
+    local = [name for name in suitable if algorithms.get(name).solves == "local"]
+    if are_apart and len(local) < len(suitable):
+        obstacles |= dict.fromkeys(local, _why_not_local())
+    return obstacles
 
 
 def _obstacle(

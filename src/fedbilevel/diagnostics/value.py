@@ -282,24 +282,10 @@ def value(
         >>> [round(v, 2) for v in result.leave_one_out]
         [0.43, 0.34, 0.39, -0.5]
     """
-    if not isinstance(problem, Problem):
-        raise TypeError(
-            f"problem is {type(problem).__name__}; it must be a Problem, "
-            "for clients from a table fb.linear_model(clients)"
-        )
-    if problem.lower_level != "shared":
-        raise ValueError("fb.value needs lower_level='shared'; this problem's is 'private'")
+    _check_arguments(problem, resamples, level)
     x_tree, y = problem.start
     if x is not None:
         x_tree = Tree(x)
-    if y.numel > LARGEST_Y:
-        raise ValueError(
-            f"y has {y.numel} numbers; fb.value needs at most {LARGEST_Y}, because clients send "
-            "a Hessian (split_module keeps a backbone in x)"
-        )
-    checks.integer("resamples", resamples, least=2)
-    if not 0 < checks.number("level", level) < 1:
-        raise ValueError(f"level is {level}; it must be between 0 and 1")
     if names is None:
         names = getattr(clients, "names", None)
     if federation is None:
@@ -309,15 +295,7 @@ def value(
         problem, clients, groups = _with_groups(problem, clients, groups)
         fed = simulated_federation(problem, clients, weights=weights, seed=seed, mode="loop")
     else:
-        if groups is not None and not isinstance(groups, str):
-            raise ValueError(
-                "groups are tensors; on a federation they must be an entry of the validation data"
-            )
-        if samples:
-            raise ValueError(
-                "samples is True, but values of samples stay with their clients; "
-                "it is for a simulation, without federation"
-            )
+        groups = _groups_of_federation(groups, samples)
         fed = federation
     n = len(fed)
     everyone = list(range(n))
@@ -359,6 +337,40 @@ def value(
         samples=per_sample,
         rounds=fed.ledger.rounds - before,
     )
+
+
+def _check_arguments(problem: Problem, resamples: int, level: float) -> None:
+    """Refuse a problem whose clients cannot be valued, and numbers that are not allowed."""
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"problem is {type(problem).__name__}; it must be a Problem, "
+            "for clients from a table fb.linear_model(clients)"
+        )
+    if problem.lower_level != "shared":
+        raise ValueError("fb.value needs lower_level='shared'; this problem's is 'private'")
+    y = problem.start[1]
+    if y.numel > LARGEST_Y:
+        raise ValueError(
+            f"y has {y.numel} numbers; fb.value needs at most {LARGEST_Y}, because clients send "
+            "a Hessian (split_module keeps a backbone in x)"
+        )
+    checks.integer("resamples", resamples, least=2)
+    if not 0 < checks.number("level", level) < 1:
+        raise ValueError(f"level is {level}; it must be between 0 and 1")
+
+
+def _groups_of_federation(groups: str | Sequence[Tensor] | None, samples: bool) -> str | None:
+    """The entry that numbers people; refused is what only a simulation can do."""
+    if groups is not None and not isinstance(groups, str):
+        raise ValueError(
+            "groups are tensors; on a federation they must be an entry of the validation data"
+        )
+    if samples:
+        raise ValueError(
+            "samples is True, but values of samples stay with their clients; "
+            "it is for a simulation, without federation"
+        )
+    return groups
 
 
 def _ask(

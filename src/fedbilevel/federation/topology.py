@@ -62,7 +62,12 @@ def check_topology(name: str, value: object) -> str | list[list[float]]:
     rows = [[float(checks.number(name, entry)) for entry in row] for row in value]
     if not rows or any(len(row) != len(rows) for row in rows):
         raise ValueError(f"{name} is a matrix that is not square; it needs a row per client")
-    W = torch.tensor(rows, dtype=torch.float64)
+    _check_mixing(name, torch.tensor(rows, dtype=torch.float64))
+    return rows
+
+
+def _check_mixing(name: str, W: Tensor) -> None:
+    """Check that a square matrix is one that values can be mixed with."""
     if (W < 0).any():
         raise ValueError(f"{name} is a matrix with the weight {W.min():g}; all must be at least 0")
     for what, sums in (("row", W.sum(1)), ("column", W.sum(0))):
@@ -84,7 +89,6 @@ def check_topology(name: str, value: object) -> str | list[list[float]]:
             f"{name} is a matrix with the eigenvalue -1, under which values swap for ever; "
             "a client must keep a part of its own value"
         )
-    return rows
 
 
 Topology = Annotated[str | list[list[float]], Rule(ALLOWED, check_topology)]

@@ -78,13 +78,7 @@ def page(runs: Sequence[RunFolder], command: str = "", folder: Path | str = "") 
     shown = [name for name in main_metrics(runs) if name in metrics] or metrics[:1]
     finals = [name for name in rankings[axes[0].key][0].finals if _any_final(rows, name)]
     personal = personal_metrics(groups)
-    environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        loader=jinja2.FunctionLoader(_read),
-    )
+    environment = _templates()
     environment.globals |= {
         "spread": spread,
         "format_plain": Spread.format,
@@ -95,18 +89,11 @@ def page(runs: Sequence[RunFolder], command: str = "", folder: Path | str = "") 
     }
     tables: Any = environment.get_template("tables.html").module
     data = chart_data(groups, axes, metrics, personal)
-    data["rankings"] = {}
-    for axis in axes:
-        lowest = _lowest_costs(rows, axis.key)
-        data["rankings"][axis.key] = tables.ranking(axis, rankings[axis.key], lowest)
-    data["clients"] = {}
-    client_counts = {}
-    for index, group in enumerate(groups):
-        clients = client_values(group, personal)
-        if clients:
-            kept = worst(clients, personal[0], CLIENT_ROWS // len(groups))
-            data["clients"][index] = tables.clients(group.label, kept)
-            client_counts[index] = {"shown": len(kept), "all": len(clients)}
+    data["rankings"] = {
+        axis.key: tables.ranking(axis, rankings[axis.key], _lowest_costs(rows, axis.key))
+        for axis in axes
+    }
+    data["clients"], client_counts = _client_tables(groups, personal, tables)
     scripts = [get_plotlyjs(), _read("page.js")]
     return environment.get_template("page.html").render(
         title=_title(groups),
@@ -119,7 +106,6 @@ def page(runs: Sequence[RunFolder], command: str = "", folder: Path | str = "") 
         groups=groups,
         is_many=len(groups) > MANY,
         drawn=SHOWN if len(groups) > MANY else len(groups),
-        styles=[curve_style(index) for index in range(len(groups))],
         axes=axes,
         metrics={metric: metric_title(metric) for metric in metrics},
         shown=shown,
@@ -127,16 +113,50 @@ def page(runs: Sequence[RunFolder], command: str = "", folder: Path | str = "") 
         ranking=data["rankings"][axes[0].key],
         origin=_origin(command),
         phase_columns=PHASE_COLUMNS,
-        phase_costs=[(group.label, list(phase_costs(group).items())) for group in groups],
         client_columns=CLIENT_COLUMNS,
-        client_costs=[(group.label, _client_lines(group)) for group in groups],
         personal_columns=COLUMNS,
-        distributions={name: distributions(groups, name) for name in personal},
         client_counts=client_counts,
         shared=tomli_w.dumps(shared_settings(groups)),
         differences=_differences(groups),
-        links=[[_link(run, Path(folder)) for run in group.runs] for group in groups],
+        distributions={name: distributions(groups, name) for name in personal},
+        **_lists(groups, Path(folder)),
     )
+
+
+def _lists(groups: Sequence[Group], folder: Path) -> dict[str, list[Any]]:
+    """Return what the page has of every group: its style, costs, and links to its runs."""
+    return {
+        "styles": [curve_style(index) for index in range(len(groups))],
+        "phase_costs": [(group.label, list(phase_costs(group).items())) for group in groups],
+        "client_costs": [(group.label, _client_lines(group)) for group in groups],
+        "links": [[_link(run, folder) for run in group.runs] for group in groups],
+    }
+
+
+def _templates() -> jinja2.Environment:
+    """Return what reads the templates of this folder."""
+    return jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(_read),
+    )
+
+
+def _client_tables(
+    groups: Sequence[Group], personal: Sequence[str], tables: Any
+) -> tuple[dict[int, str], dict[int, dict[str, int]]]:
+    """Return the table of single clients of each group, and how many of them it shows."""
+    shown = {}
+    counts = {}
+    for index, group in enumerate(groups):
+        clients = client_values(group, personal)
+        if clients:
+            kept = worst(clients, personal[0], CLIENT_ROWS // len(groups))
+            shown[index] = tables.clients(group.label, kept)
+            counts[index] = {"shown": len(kept), "all": len(clients)}
+    return shown, counts
 
 
 def _any_final(rows: Iterable[Row], name: str) -> bool:

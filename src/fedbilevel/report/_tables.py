@@ -84,12 +84,17 @@ def _chosen_targets(metric: Metric, groups: Iterable[Group]) -> list[float]:
         return []
     targets = []
     for way in WAYS:
-        if min(start, best) > 0 and max(start, best) > 10 * min(start, best):
-            target = start ** (1 - way) * best**way
-        else:
-            target = start + way * (best - start)
-        targets.append(float(f"{target:.{TARGET_DIGITS}g}"))
-    return [target for target in targets if metric.is_reached(best, target)]
+        target = float(f"{_on_the_way(start, best, way):.{TARGET_DIGITS}g}")
+        if metric.is_reached(best, target):
+            targets.append(target)
+    return targets
+
+
+def _on_the_way(start: float, end: float, way: float) -> float:
+    """Return the value after a fraction of the way between two values."""
+    if min(start, end) > 0 and max(start, end) > 10 * min(start, end):
+        return float(start ** (1 - way) * end**way)
+    return start + way * (end - start)
 
 
 def _table_row(group: Group, metric: Metric, names: Sequence[str]) -> Row:

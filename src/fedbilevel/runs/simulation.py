@@ -99,21 +99,7 @@ def simulated_federation(
     environment = checks.instance("environment", environment or Environment(), Environment)
     environment.check(len(clients))
     checks.one_of("mode", mode, ("stack", "loop"))
-    if problem.client_names and ranks.size() > 1:
-        raise ValueError(
-            f"owner gives {min(problem.client_names)!r} to the clients, but the run has "
-            f"{ranks.size()} ranks; it must have one"
-        )
-    if compile is True and device == "cpu":
-        raise ValueError(
-            "compile is True, but device is 'cpu', where a compiled step is no faster; "
-            "it must be False or 'auto'"
-        )
-    if precision == "tf32" and device == "cpu":
-        raise ValueError(
-            "precision is 'tf32', but device is 'cpu', which has none; "
-            "it must be 'fp32', 'bf16' or 'bf16-all'"
-        )
+    _check_device(problem, device, precision, compile)
     if isinstance(weights, str) and weights == "samples":
         weights = [_training_samples(clients, i) for i in range(len(clients))]
     p = client_weights(weights, clients)
@@ -176,6 +162,25 @@ def simulated_federation(
     federation.runtime = {"mode": mode, "derivatives": problem.derivatives}
     federation.no_second_derivatives = found.no_second
     return federation
+
+
+def _check_device(problem: Problem, device: str, precision: Precision, compile: Compile) -> None:
+    """Refuse what the processes and devices of this run cannot do."""
+    if problem.client_names and ranks.size() > 1:
+        raise ValueError(
+            f"owner gives {min(problem.client_names)!r} to the clients, but the run has "
+            f"{ranks.size()} ranks; it must have one"
+        )
+    if compile is True and device == "cpu":
+        raise ValueError(
+            "compile is True, but device is 'cpu', where a compiled step is no faster; "
+            "it must be False or 'auto'"
+        )
+    if precision == "tf32" and device == "cpu":
+        raise ValueError(
+            "precision is 'tf32', but device is 'cpu', which has none; "
+            "it must be 'fp32', 'bf16' or 'bf16-all'"
+        )
 
 
 def _training_samples(clients: Sequence[ClientData], client: int) -> int:

@@ -137,12 +137,7 @@ def _unchanged_argument(node: fx.Node) -> fx.Node | None:
             return None
         return source.args[0]  # type: ignore[return-value]
     if node.target is ADD:
-        other = node.args[1]
-        if _is_zero(source) and _shape_and_dtype(other) == _shape_and_dtype(node):
-            return other  # type: ignore[return-value]
-        if _is_zero(other) and _same_shape(source, node):
-            return source
-        return None
+        return _term_beside_zero(node)
     if not _same_shape(source, node):
         return None
     if node.target in VIEWS:
@@ -157,6 +152,15 @@ def _factor_of_one(node: fx.Node) -> fx.Node | None:
     for ones, other in (node.args, reversed(node.args)):
         is_one = isinstance(ones, fx.Node) and ones.meta.get("ones")
         if is_one and isinstance(other, fx.Node) and _same_shape(other, node):
+            return other
+    return None
+
+
+def _term_beside_zero(node: fx.Node) -> fx.Node | None:
+    """Return the tensor that a sum adds zeros to, if the sum has its shape."""
+    a, b = node.args
+    for zero, other in ((a, b), (b, a)):
+        if _is_zero(zero) and isinstance(other, fx.Node) and _same_shape(other, node):
             return other
     return None
 
