@@ -89,6 +89,23 @@ def test_a_step_so_long_that_it_cannot_be_evaluated_is_a_divergence(
     assert "hypergradient_norm" in result.history[0]
 
 
+def test_clients_that_cannot_be_evaluated_are_a_divergence(task: fb.tasks.Task) -> None:
+    points = []
+
+    def evaluate_client(x: fb.Tree, y: fb.Tree, client: int) -> dict[str, float]:
+        points.append(x)
+        if len(points) > 2 * len(task.clients):
+            raise UnsolvedError("not solved")
+        return {"norm": float(flatten(x).norm())}
+
+    result = fb.solve(
+        task.problem, task.clients, "simfbo", rounds=4, evaluate_client=evaluate_client
+    )
+    assert (result.status, result.reason) == ("diverged", "round 2: not solved")
+    assert torch.equal(flatten(result.x), flatten(points[-2]))  # of the evaluation before
+    assert not torch.equal(flatten(result.x), flatten(points[-1]))
+
+
 def test_a_start_that_cannot_be_evaluated_is_an_error(task: fb.tasks.Task) -> None:
     def evaluate(x: fb.Tree, y: fb.Tree) -> dict[str, float]:
         raise UnsolvedError("not solved")

@@ -329,19 +329,13 @@ class Run:
         metrics |= ranks.on_first_rank(lambda: self.fed.transport.losses(x, y))
         metrics |= self.fed.records()
         reason = self._divergence(metrics)
-        evaluate = self.evaluate
-        if evaluate and not reason:
+        if not reason:
             try:
-                evaluated = ranks.on_first_rank(lambda: as_numbers("evaluate", evaluate(x, y)))
-                self.evaluated = list(evaluated)
-                metrics |= evaluated
+                metrics |= self._evaluate(x, y)
             except UnsolvedError as error:
                 if not self.history:
                     raise
                 reason = str(error)
-        client_metrics = self.client_metrics
-        if client_metrics and not reason:
-            metrics |= ranks.on_first_rank(lambda: client_metrics(x, y))
         if not self.history and not reason and self.metric.name not in metrics:
             measured = ", ".join(sorted(metrics))
             raise ValueError(
@@ -352,6 +346,18 @@ class Run:
             self._end("diverged", f"round {metrics['round']}: {reason}")
         if self.status == "completed":
             self.good_state = self.state
+        return metrics
+
+    def _evaluate(self, x: Tree, y: Tree) -> Metrics:
+        """Return what `evaluate` and `evaluate_client` measure."""
+        metrics: Metrics = {}
+        evaluate = self.evaluate
+        if evaluate:
+            metrics |= ranks.on_first_rank(lambda: as_numbers("evaluate", evaluate(x, y)))
+            self.evaluated = list(metrics)
+        client_metrics = self.client_metrics
+        if client_metrics:
+            metrics |= ranks.on_first_rank(lambda: client_metrics(x, y))
         return metrics
 
     def _divergence(self, metrics: Metrics) -> str:
