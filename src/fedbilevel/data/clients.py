@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -247,58 +247,35 @@ def clients(
     """
     if isinstance(features, str):
         raise TypeError(f"features is {features!r}; it must be a list of columns: [{features!r}]")
-    rows_given = None if isinstance(validation, (int, float)) else validation
-    fraction = validation if rows_given is None else 0.0
-    _check_dealing(by, count)
-    _check_fractions(test, fraction, is_drawn=rows_given is None)
-    inputs, table, target = _read(data, target)
-    arguments = {"target": target, "by": by, "group": group, "validation": rows_given}
-    special = {}
-    for argument, given in arguments.items():
-        if given is not None:
-            special[argument] = column_of(table, argument, given, argument)
-    columns_of = {name: given for name, given in arguments.items() if isinstance(given, str)}
-    chosen = _chosen_columns(table, features, columns_of, inputs)
-    rows = _complete_rows(table.rows, chosen, special, columns_of, missing)
-    special = {argument: values[rows] for argument, values in special.items()}
-    chosen = {name: values[rows] for name, values in chosen.items()}
-    targets, classes = encode_target(special["target"])
-    if inputs is not None:
-        inputs = inputs[torch.from_numpy(rows)]
+    trusted, fraction = _trusted_or_fraction(validation)
+    every_option: dict[str, Any] = {"alpha": alpha, "per_client": per_client}
+    options = {name: value for name, value in every_option.items() if value is not None}
+    _check_dealing(by, count, partition, options)
+    _check_fractions(test, fraction, is_drawn=trusted is None)
+    arguments = {"target": target, "by": by, "group": group, "validation": trusted}
+    rows = _read_rows(data, features, missing, arguments)
+    targets, classes = encode_target(rows.special["target"])
     if by is not None:
-        if partition != "iid" or alpha is not None or per_client is not None:
-            raise ValueError(
-                "by says who the clients are; partition and its options must not be given"
-            )
-        parts, names = _natural_parts(special["by"])
+        parts, names = _natural_parts(rows.special["by"])
     else:
-        options = {"alpha": alpha, "per_client": per_client}
-        given_options = {name: value for name, value in options.items() if value is not None}
-        shifted = inputs
-        if inputs is None:
-            everything = Columns("impute", standardise)
-            everything.fit(chosen, np.ones(len(rows), dtype=np.bool_))
-            shifted = everything.encode(chosen)
-        parts = partitions.by_name(
-            partition, targets, count or 1, seed, inputs=shifted, **given_options
-        )
+        shifted = rows.inputs
+        if shifted is None:
+            everyone = np.ones(len(targets), dtype=np.bool_)
+            shifted = _fitted(Columns("impute", standardise), rows, everyone)
+        parts = partitions.by_name(partition, targets, count or 1, seed, inputs=shifted, **options)
         names = [f"client {number}" for number in range(len(parts))]
-    is_trusted = None
-    if "validation" in special:
-        is_trusted = _truth_values(special["validation"], validation)
-    sides = []
-    for number, part in enumerate(parts):
-        own = special["group"][part] if group is not None else part
-        trusted = None if is_trusted is None else is_trusted[part]
-        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-        sides.append(split_rows(part, own, fraction, trusted, test, rng, names[number]))
+    is_trusted = _truth_values(rows.special.get("validation"), validation)
+    named_parts = list(zip(names, parts, strict=True))
+    sides = _split_parts(rows, named_parts, fraction, is_trusted, test, seed)
+    names_of_features: list[str] = []
     columns = None
+    inputs = rows.inputs
     if inputs is None:
         columns = Columns(missing, standardise)
-        is_train = np.zeros(len(rows), dtype=np.bool_)
+        is_train = np.zeros(len(targets), dtype=np.bool_)
         is_train[np.concatenate([train for train, _, _ in sides])] = True
-        columns.fit(chosen, is_train)
-        inputs = columns.encode(chosen)
+        inputs = _fitted(columns, rows, is_train)
+        names_of_features = columns.names
 
     def side(part: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         return inputs[torch.from_numpy(part)], targets[torch.from_numpy(part)]
@@ -308,10 +285,72 @@ def clients(
         held_out = side(np.concatenate([tested for _, _, tested in sides]))
     groups = None
     if group is not None:
-        groups = [_numbers(special["group"][val]) for _, val, _ in sides]
+        groups = [_numbers(rows.special["group"][val]) for _, val, _ in sides]
     result = [ClientData(train=side(train), val=side(val)) for train, val, _ in sides]
-    features = columns.names if columns else []
-    return Clients(result, names, features, classes, held_out, columns, groups)
+    return Clients(result, names, names_of_features, classes, held_out, columns, groups)
+
+
+class _Rows(NamedTuple):
+    """The rows that are divided.
+
+    Attributes:
+        inputs: The inputs, where they are no table.
+        chosen: The columns that become features, where they are one.
+        special: The values of the other columns, by the argument that names them.
+    """
+
+    inputs: Tensor | None
+    chosen: dict[str, NDArray[Any]]
+    special: dict[str, NDArray[Any]]
+
+    def groups_of(self, part: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what belongs together among some rows; every row for itself without groups."""
+        if "group" in self.special:
+            return self.special["group"][part]
+        return part
+
+
+def _read_rows(
+    data: Any, features: Sequence[str] | None, missing: Missing, arguments: dict[str, Any]
+) -> _Rows:
+    """Read the rows that are used; `arguments` has the names of other columns, or their values."""
+    inputs, table, target = _read(data, arguments["target"])
+    arguments = {**arguments, "target": target}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    special = {name: column_of(table, name, value, name) for name, value in given.items()}
+    columns_of = {name: value for name, value in given.items() if isinstance(value, str)}
+    chosen = _chosen_columns(table, features, columns_of, inputs)
+    rows = _complete_rows(table.rows, chosen, special, columns_of, missing)
+    if inputs is not None:
+        inputs = inputs[torch.from_numpy(rows)]
+    return _Rows(
+        inputs,
+        {name: values[rows] for name, values in chosen.items()},
+        {name: values[rows] for name, values in special.items()},
+    )
+
+
+def _split_parts(
+    rows: _Rows,
+    parts: Sequence[tuple[str, NDArray[np.int64]]],
+    fraction: float,
+    is_trusted: NDArray[np.bool_] | None,
+    test: float,
+    seed: int,
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Return the training, validation and test rows of each client, by `split_rows`."""
+    sides = []
+    for number, (name, part) in enumerate(parts):
+        trusted = None if is_trusted is None else is_trusted[part]
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
+        sides.append(split_rows(part, rows.groups_of(part), fraction, trusted, test, rng, name))
+    return sides
+
+
+def _fitted(columns: Columns, rows: _Rows, is_train: NDArray[np.bool_]) -> Tensor:
+    """Fit columns to the training rows, and return all rows as they encode them."""
+    columns.fit(rows.chosen, is_train)
+    return columns.encode(rows.chosen)
 
 
 def _numbers(values: NDArray[Any]) -> Tensor:
@@ -320,10 +359,21 @@ def _numbers(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(numbers)
 
 
-def _check_dealing(by: object, count: int | None) -> None:
+def _trusted_or_fraction(validation: Any) -> tuple[Any, float]:
+    """Return what says which rows are trusted, or None and the fraction of rows to draw."""
+    if isinstance(validation, (int, float)):
+        return None, validation
+    return validation, 0.0
+
+
+def _check_dealing(
+    by: object, count: int | None, partition: str, options: Mapping[str, object]
+) -> None:
     if (by is None) == (count is None):
         both = "neither of them is given" if by is None else "both are given"
         raise ValueError(f"by or count must say who the clients are; {both}")
+    if by is not None and (partition != "iid" or options):
+        raise ValueError("by says who the clients are; partition and its options must not be given")
 
 
 def _check_fractions(test: float, validation: float, is_drawn: bool) -> None:
@@ -421,8 +471,10 @@ def _natural_parts(sites: NDArray[Any]) -> tuple[list[NDArray[np.int64]], list[s
     return parts, [str(name) for name in found]
 
 
-def _truth_values(values: NDArray[Any], validation: object) -> NDArray[np.bool_]:
-    """Return which rows are trusted."""
+def _truth_values(values: NDArray[Any] | None, validation: object) -> NDArray[np.bool_] | None:
+    """Return which rows are trusted, if that was said."""
+    if values is None:
+        return None
     found = {*values.tolist()}
     if not found <= {0, 1}:  # False and True are equal to them
         name = repr(validation) if isinstance(validation, str) else "given for each row"
