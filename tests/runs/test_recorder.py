@@ -258,6 +258,21 @@ def test_a_run_that_fails_leaves_the_files_of_others(tmp_path: Path, when: str) 
     assert set(contents(run)) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("config.toml", QUADRATIC), ("config.toml", "[server]\nport = 1\n"), ("metrics.jsonl", "1\n")],
+)
+def test_a_run_does_not_overwrite_files_of_others(tmp_path: Path, name: str, text: str) -> None:
+    file = write(tmp_path / "a.toml", QUADRATIC)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / name).write_text(text)
+    for options in ([], ["--resume"]):
+        refused = invoke("run", file, "--out", run, "--quiet", *options)
+        assert_refused(refused, f"{run / name} was not written by a run")
+    assert contents(run) == {name: text.encode()}
+
+
 def test_a_diverged_run_keeps_its_last_good_state_and_stays_diverged(tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml", "algorithm.server_lr_x = 1e150" + QUADRATIC)
     run = tmp_path / "run"

@@ -343,10 +343,12 @@ def check_writable(path: Path, config: Mapping[str, Any], resume: bool) -> None:
         resume: Whether the run may continue one that is already there.
 
     Raises:
-        FileExistsError: If the folder holds a run that is not to be resumed.
+        FileExistsError: If the folder holds a run that is not to be resumed, or a file of somebody
+            else's that has the name of one of ours.
         ValueError: If the run in the folder has other settings, or no checkpoint.
     """
     if not holds_run(path):
+        _check_foreign_files(path)
         return
     if not resume:
         raise FileExistsError(
@@ -358,6 +360,23 @@ def check_writable(path: Path, config: Mapping[str, Any], resume: bool) -> None:
             "give another folder with --out"
         )
     check_same_settings(path, config)
+
+
+def _check_foreign_files(path: Path) -> None:
+    """Refuse to overwrite what a run that was killed early cannot have left."""
+    foreign = None
+    if (path / CONFIG).is_file():
+        try:
+            _read_config(path / CONFIG)
+        except ValueError:
+            foreign = path / CONFIG
+    elif (path / METRICS).is_file() and (path / METRICS).stat().st_size:
+        foreign = path / METRICS  # a run writes its config first
+    if foreign is not None:
+        raise FileExistsError(
+            f"{foreign} was not written by a run, which would overwrite it; "
+            "give another folder with --out"
+        )
 
 
 def check_same_settings(
