@@ -255,6 +255,7 @@ def test_wrong_calls_as_processes(tmp_path: Path) -> None:
 def test_wrong_calls_within_this_process(tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml")
     runs = tmp_path / "runs"
+    assert_refused(invoke("check", "quadratic"), "'quadratic' is a task", "--task quadratic")
     assert_refused(invoke("run", "digts"), "'digts'", "did you mean 'digits'")
     assert_refused(invoke("compare", file, "--algorithms", "simfbo,adam", "--out", runs), "'adam'")
     assert_refused(invoke("compare", file, "--seeds", 0, "--out", runs), "--seeds")

@@ -15,6 +15,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedbilevel import tasks
 from fedbilevel.core import checks
 from fedbilevel.experiments.overrides import parse_setting, reduce_to_run, shrink
 from fedbilevel.experiments.schema import ConfigError as ConfigError
@@ -116,6 +117,11 @@ def read(experiment: str) -> tuple[str, Table]:
         source = str(path)
         text = _read_text(path)
     else:
+        if experiment in tasks.names():
+            raise ConfigError(
+                f"{experiment!r} is a task, which an experiment names: task = {experiment!r} in a "
+                f"TOML file, or --task {experiment} beside the name of an experiment"
+            )
         hint = checks.suggestion(experiment, names())
         raise ConfigError(
             f"experiment {experiment!r}{hint} is neither a file nor one of {', '.join(names())}"
