@@ -187,7 +187,7 @@ def validate(source: str, table: Table) -> Experiment:
         5
         >>> validate("a.toml", {"ronds": 5})
         Traceback (most recent call last):
-        fedbilevel.experiments.schema.ConfigError: a.toml: unknown key 'ronds' (did you mean 'rounds'?); ...
+        fedbilevel.experiments.schema.ConfigError: a.toml: unknown key 'ronds' (did you ...
     """
     try:
         return Experiment.model_validate_json(json.dumps(copy_table(table), default=str))
