@@ -219,7 +219,7 @@ def resolve(text: str, **options: Any) -> configs.Config:
             'deadline = "soon"\ndelay = { model = "constant" }',
             "environment.deadline is 'soon'; it must be a number",
         ),
-        ("faults = { dorp = 0.1 }", "unknown key 'environment.faults.dorp'; allowed are drop"),
+        ("faults = { dorp = 0.1 }", "unknown key 'environment.faults.dorp' (did you mean 'drop'?)"),
         ("faults = { drop = 2.0 }", "environment.faults.drop is 2.0; it must be in [0, 1]"),
     ],
 )
