@@ -324,8 +324,9 @@ VERDICTS = [
         "afbo-fig6",
         "AFBO, Fig. 6",
         "delays in inner loops do not slow AFBO as published (Covertype)",
-        NOT_JUDGED,
-        "a round takes {} times as long",
+        REFUTED,
+        "a round takes {} times as long: its inner rounds and products are exchanges with all "
+        "clients",
         ((SLOWER, ("afbo-fig6/afbo printed outer", "afbo-fig3/afbo printed plain")),),
     ),
     Verdict(
