@@ -56,6 +56,7 @@ METHODS: dict[str, Table] = {
     "simfbo": {**QUADRATIC, "algorithm": {"name": "simfbo"}},
     "fedbioacc": {**QUADRATIC, "algorithm": {"name": "fedbioacc"}},
     "fednest": {**QUADRATIC, "algorithm": {"name": "fednest"}},
+    "fedmbo": {**QUADRATIC, "algorithm": {"name": "fedmbo"}},
     "afbo": {**QUADRATIC, "algorithm": {"name": "afbo"}},
     "afbo, memory on clients": {**QUADRATIC, "algorithm": {"name": "afbo", "memory": "client"}},
     "adbo": {**QUADRATIC, "algorithm": {"name": "adbo", **ADBO_STEPS}},
