@@ -128,6 +128,20 @@ def test_sides_are_disjoint_exhaustive_and_keep_groups_together(
     assert sum(map(len, owners)) == people
 
 
+def test_whole_numbers_stay_classes_and_names_where_others_were_missing() -> None:
+    table: dict[str, list[Any]] = {"age": [50.0, 61.0, 44.0, 39.0, 70.0]}
+    table["site"] = [1, 1, 2, 2, None]
+    table["sick"] = [1, 0, 1, 0, 1]
+    frame = pd.DataFrame(table)
+    found = fb.clients(frame, by="site", target="sick", missing="drop")
+    assert (found.names, found.classes) == (["1", "2"], [0, 1])
+    frame.loc[4, "sick"] = None
+    found = fb.clients(frame, by="site", target="sick", missing="drop")
+    assert (found.names, found.classes) == (["1", "2"], [0, 1])
+    frame.loc[0, "sick"] = 0.5
+    assert fb.clients(frame, by="site", target="sick", missing="drop").classes is None
+
+
 def test_missing_values_are_refused_dropped_or_imputed() -> None:
     frame = pd.DataFrame(TABLE)
     frame.loc[2, "age"] = np.nan

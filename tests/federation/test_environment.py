@@ -94,6 +94,11 @@ def test_drawn_local_steps_belong_to_the_key() -> None:
         ({"participation": 1.5}, ValueError, "participation is 1.5; it must be in (0, 1]"),
         ({"participation": math.nan}, ValueError, "participation is nan; it must be finite"),
         ({"participation": True}, TypeError, "participation is True; it must be a whole number"),
+        (
+            {"capacity": (1.0, 0.5)},
+            TypeError,
+            "capacity is (1.0, 0.5); it must be a number in (0, 1], or a list of such numbers",
+        ),
         ({"local_steps": 0}, ValueError, "local_steps is 0; it must be at least 1"),
         ({"local_steps": 2.0}, TypeError, "local_steps is 2.0; it must be a whole number"),
         ({"local_steps": [3, 0]}, ValueError, "local_steps is 0; it must be at least 1"),

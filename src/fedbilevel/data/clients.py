@@ -326,8 +326,16 @@ def _read_rows(
     return _Rows(
         inputs,
         {name: values[rows] for name, values in chosen.items()},
-        {name: values[rows] for name, values in special.items()},
+        {name: _whole_if_complete(values, rows) for name, values in special.items()},
     )
+
+
+def _whole_if_complete(values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the values of some rows: frames hold whole numbers as floats if one is missing."""
+    kept = values[rows]
+    if values.dtype.kind == "f" and np.isnan(values).any() and (kept == np.floor(kept)).all():
+        return kept.astype(np.int64)
+    return kept
 
 
 def _split_parts(

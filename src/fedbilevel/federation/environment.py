@@ -48,6 +48,9 @@ def _read_local_steps(key: str, value: object) -> object:
 
 
 def _check_capacity(name: str, value: object) -> object:
+    if isinstance(value, tuple):  # of two numbers it might be a range
+        allowed = "a number in (0, 1], or a list of such numbers"
+        raise TypeError(f"{name} is {value!r}; it must be {allowed}")
     if not isinstance(value, list):
         return checks.fraction(name, value)
     if not value:
