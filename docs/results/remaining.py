@@ -15,7 +15,6 @@ MISSING = {
     "aggitd-cnn": "LeNet-5 on MNIST with batch 10",
     "aggitd-fig7": "MNIST, with steps that are not tuned",
     "simfbo-fig5": "each method alone on the machine, three seeds",
-    "afbo-fig1": "Prometheus",
     "rabo-table2": "ResNet-12: 5 and 20 ways, 1 and 5 shots, nine methods, three seeds",
     "rabo-fig3": "ResNet-12, three seeds",
     "rabo-table3": "ResNet-12: RABO and RAFBO, 1 and 5 shots, three seeds",
