@@ -84,8 +84,20 @@ def test_a_run_ends_when_too_few_nodes_are_left(deployment: Deployment) -> None:
         deployment.restart_nodes(needed=1)
 
 
-def test_a_second_request_to_stop_ends_as_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("has_begun", "requests", "reason"),
+    [
+        (False, 1, "interrupted before clients were present"),
+        (True, 2, "interrupted within a round, which --resume repeats"),
+    ],
+)
+def test_requests_to_stop_end_as_interrupted(
+    has_begun: bool,
+    requests: int,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The exit code of a `KeyboardInterrupt` is 130; there is no summary of an unfinished round."""
     code = "import signal, time; signal.signal(15, print); print(flush=True); time.sleep(60)"
@@ -98,12 +110,13 @@ def test_a_second_request_to_stop_ends_as_interrupted(
         report.write_text(json.dumps({"pid": server.pid}))
         return report
 
-    def stop_twice(monitor: federation.RunMonitor) -> None:
-        monitor.stop_requests += 1
+    def stop(monitor: federation.RunMonitor) -> None:
+        monitor._began = has_begun
+        monitor.stop_requests = min(monitor.stop_requests + 1, requests)
 
     monkeypatch.setattr(Deployment, "start_superlink", lambda deployment: None)
     monkeypatch.setattr(Deployment, "submit", submit)
-    monkeypatch.setattr(federation.RunMonitor, "_show_news", stop_twice)
+    monkeypatch.setattr(federation.RunMonitor, "_show_news", stop)
     try:
         with pytest.raises(KeyboardInterrupt):
             federation.serve(
@@ -119,7 +132,7 @@ def test_a_second_request_to_stop_ends_as_interrupted(
     finally:
         server.kill()
         server.communicate()
-    assert "interrupted within a round, which --resume repeats" in caplog.text
+    assert reason in caplog.text
 
 
 def test_only_a_run_that_has_begun_starts_its_nodes_again(

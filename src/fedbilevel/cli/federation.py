@@ -56,7 +56,7 @@ class RunMonitor:
 
     Attributes:
         stop_requests: How often the user has asked to stop. The first time, the server may end its
-            iteration; the second time, it is not waited for.
+            iteration, if it has begun one; the second time, it is not waited for.
     """
 
     def __init__(self, report: Path, folder: Path, progress: Progress, min_replies: int) -> None:
@@ -92,6 +92,8 @@ class RunMonitor:
                 if "status" in report:
                     return report
                 return {"status": "failed", "error": "the server was killed"}
+            if self.stop_requests and not self._began:
+                return {"status": "interrupted", "error": "interrupted before clients were present"}
             if self.stop_requests and "pid" in report:
                 if not asked_to_stop_at:
                     asked_to_stop_at = time.monotonic()
@@ -187,6 +189,10 @@ def serve(
         monitor = RunMonitor(report, folder, progress, config.environment.min_replies)
         if start_nodes is not None:
             start_nodes(deployment)
+        else:
+            host = deployment.host.replace("0.0.0.0", "HOST")
+            command = f"fedbilevel join {host}:{deployment.port} --partition NUMBER"
+            progress.say(f"clients join with: {command}")
         outcome = monitor.wait(deployment)
     if outcome["status"] == "interrupted" and not (folder / SUMMARY).exists():
         logging.getLogger("fedbilevel").warning("%s", outcome["error"])

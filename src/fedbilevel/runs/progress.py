@@ -105,6 +105,11 @@ class Progress:
         elif self._cell:
             self._cell.update(rounds)
 
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if not self.quiet:
+            self._console.print(text, soft_wrap=True, markup=False)
+
     def show(self, metrics: Mapping[str, Any], metric: str = "test_accuracy") -> None:
         """Show an evaluation; plain lines are at least some seconds apart, up to the last one."""
         description = describe_metrics(metrics, metric)
@@ -121,9 +126,9 @@ class Progress:
 
     def _print_line(self) -> None:
         """Print the last evaluation, unless that was done."""
-        if not self.quiet and self._next_line:
+        if self._next_line:
             self._last_line_at = time.monotonic()
-            self._console.print(self._next_line, soft_wrap=True, markup=False)
+            self.say(self._next_line)
         self._next_line = ""
 
     def __exit__(self, *_: object) -> None:
