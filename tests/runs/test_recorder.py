@@ -74,10 +74,12 @@ def cut(length: int) -> Damage:
     return lambda path: path.write_bytes(path.read_bytes()[:length])
 
 
-def flipped(position: int) -> Damage:
+def flipped(position: int, after: bytes = b"") -> Damage:
+    """Flip a bit so many bytes after the first occurrence of some text."""
+
     def flip(path: Path) -> None:
         data = bytearray(path.read_bytes())
-        data[position] ^= 1
+        data[data.index(after) + position] ^= 1
         path.write_bytes(data)
 
     return flip
@@ -90,6 +92,7 @@ DAMAGE: dict[str, Damage] = {
     "cut by a byte": cut(-1),
     "flipped in its length": flipped(1),
     "flipped in its header": flipped(100),
+    "flipped in the digest of its record": flipped(20, after=b"record_digest"),
     "flipped in its tensors": flipped(-1),
     "foreign": foreign,
     "of another version": of_another_version,

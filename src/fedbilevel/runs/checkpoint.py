@@ -106,7 +106,10 @@ def load(path: Path) -> Any:
         )
     plain = metadata.get("plain", "")
     record = metadata.get("record", "")
-    if metadata.get("digest") != _digest(plain + record, tensors):
+    expected = {"digest": _digest(plain + record, tensors)}
+    if record:
+        expected["record_digest"] = digest_of(record.encode())
+    if any(metadata.get(name) != digest for name, digest in expected.items()):
         raise ValueError(f"{path} is damaged: its contents do not match its digest")
     try:
         return unpack(json.loads(plain), tensors)
